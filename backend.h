@@ -1,0 +1,51 @@
+/* backend.h - the boundary between the engine and the machine that computes. */
+#ifndef BACKEND_H
+#define BACKEND_H
+
+#include "base.h"
+#include "kvcache.h"
+#include "model.h"
+
+enum want { WANT_NOTHING, WANT_LOGITS };
+
+/* One token of a batch. Rows of one sequence are neighbours and in order of position. */
+struct row {
+    int32_t token;
+    int32_t sequence;                  /* index into the batch's views */
+    int64_t pos;                       /* absolute position; its key and value are written there */
+    enum want want;
+};
+
+enum { KV_GLOBAL, KV_LOCAL, KV_GROUPS };   /* layer groups: full attention, and layers with a window of the model's own */
+
+struct batch {
+    const struct row *rows;
+    int n_rows;                        /* <= the max_rows given to open */
+    const struct kv_view (*views)[KV_GROUPS];      /* [sequences] */
+};
+
+#define LOGIT_ROWS 64                  /* most rows of a batch that may want logits */
+
+struct backend {
+    const char *name;
+    /* Runs the model over the batch: appends every row's key and value to its cache, computes the wanted rows' logits. */
+    bool (*forward)(struct backend *b, const struct batch *batch, struct error *e);
+    /* Logits of the i-th row of the last batch that wanted them: [n_vocab] floats, valid until the next forward. */
+    const float *(*logits)(struct backend *b, int i);
+    void (*close)(struct backend *b);
+    const char *isa;                   /* instruction set in use */
+    int threads;
+    size_t weight_bytes;               /* memory held for weights beside the mapped file */
+};
+
+struct backend_options {
+    int threads;                       /* 0 = the cores this process may use */
+    int max_rows;                      /* rows of the largest batch */
+    int max_sequences;                 /* sequences of the largest batch */
+    void (*progress)(double done);     /* called while weights are read, 0..1; may be NULL */
+};
+
+/* The CPU backend (cpu.c). Errors: GEN_USAGE for GEN_ISA, GEN_MODEL for a file that shrinks, GEN_RUN for memory. */
+bool cpu_open(struct backend **out, const struct model *m, const struct backend_options *o, struct error *e);
+
+#endif

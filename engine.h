@@ -1,0 +1,60 @@
+/* engine.h - an engine (model, backend, page pool) and its sequences; the only decode loop. */
+#ifndef ENGINE_H
+#define ENGINE_H
+
+#include "backend.h"
+
+enum kv_layout { KV_PAGED, KV_CONTIGUOUS };
+
+struct engine_options {
+    int64_t ctx;                       /* tokens a sequence may hold; 0 = the model's */
+    int batch;                         /* rows of a prefill chunk; 0 = chosen */
+    int threads;                       /* 0 = the cores this process may use */
+    int max_sequences;                 /* sequences alive at once, >= 1 */
+    enum kv_layout layout;
+    int page_size;                     /* tokens, multiple of KV_BLOCK; paged only */
+    enum kv_type type_k, type_v;
+    bool cache;                        /* false: --no-kv-cache, everything is computed again at each step */
+    void (*progress)(const char *what, double done);   /* load and prefill, 0..1; may be NULL */
+};
+
+struct engine;
+struct sequence;
+
+/* The model must outlive the engine. Errors: GEN_USAGE (context, page size), GEN_RUN (memory: bytes wanted and what to lower). */
+bool engine_open(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e);
+void engine_close(struct engine *g);
+const struct model *engine_model(const struct engine *g);
+int64_t engine_ctx(const struct engine *g);
+const struct backend *engine_backend(const struct engine *g);
+
+struct kv_usage { size_t bytes_used, bytes_reserved, bytes_per_token; int pages; };
+struct kv_usage engine_kv_usage(const struct engine *g);
+/* What engine_open would reserve for these options, without reserving it. */
+bool engine_estimate(const struct model *m, const struct engine_options *o, struct kv_usage *out, struct error *e);
+
+bool sequence_open(struct sequence **out, struct engine *g, struct error *e);
+void sequence_close(struct sequence *s);
+
+/* Makes the cache hold exactly tokens[0..n): what it has in common with them is kept, the rest is dropped, the missing rows are
+ * computed in chunks, and the logits of row n-1 are ready afterwards (that row is computed again if need be). *reused (may be
+ * NULL) = rows that were kept. n >= 1. Stopped early (*stop becomes non-zero, stop may be NULL): true, but logits are NULL.
+ * Errors: GEN_USAGE when n exceeds the context (both numbers), GEN_RUN. */
+bool sequence_sync(struct sequence *s, const int32_t *tokens, int64_t n, int64_t *reused,
+                   const volatile int *stop, struct error *e);
+
+/* Called with the logits of the rows that sequence_score wants, in order. false stops the run (the error is the callee's). */
+typedef bool (*score_row)(void *user, int64_t pos, const float *logits, struct error *e);
+/* As sequence_sync from an empty cache, with the logits of every row from `first` on handed to `each`. */
+bool sequence_score(struct sequence *s, const int32_t *tokens, int64_t n, int64_t first, score_row each, void *user,
+                    struct error *e);
+
+/* One token more for each of n different sequences, in one forward pass; their logits are ready afterwards. Does not allocate. */
+bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *tokens, int n, struct error *e);
+
+/* Logits after the sequence's last token: [n_vocab], valid until the next call that computes anything. NULL when there are none. */
+const float *sequence_logits(const struct sequence *s);
+int64_t sequence_length(const struct sequence *s);
+const int32_t *sequence_tokens(const struct sequence *s);
+
+#endif

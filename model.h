@@ -1,0 +1,76 @@
+/* model.h - a transformer as data: hyper-parameters, and weights bound by name once to fields.
+ *
+ * The forward pass sees only these fields. Shapes are written [rows][columns]; a matrix W[rows][columns] maps a vector of
+ * `columns` floats to `rows` floats, and its rows are contiguous in the file. */
+#ifndef MODEL_H
+#define MODEL_H
+
+#include "base.h"
+#include "gguf.h"
+
+enum rope_order { ROPE_PAIRS, ROPE_HALVES };   /* element 2i turns with 2i+1 (llama), or i with i + n/2 (NeoX) */
+enum activation { ACT_SILU, ACT_GELU };        /* GELU in the tanh form */
+
+/* Angles of one kind of layer. Pair i at position p turns by p * freq[i] radians; the result is multiplied by `scale`. */
+struct rope {
+    int n;                             /* dimensions that turn, the first n of a head; even, <= head size */
+    double *freq;                      /* [n/2] radians per position, scaling and factors included */
+    float scale;                       /* YaRN / longrope magnitude; 1 otherwise */
+};
+
+/* One layer's weights. NULL = the architecture has none. A fused tensor is referred to by several fields with `row0`. */
+struct matrix { const struct gguf_tensor *tensor; uint64_t row0, rows, columns; };
+
+struct layer {
+    const struct gguf_tensor *attn_norm;           /* [n_embd] */
+    struct matrix q, k, v;                         /* [n_head*head_k][n_embd], [n_kv*head_k][n_embd], [n_kv*head_v][n_embd] */
+    const struct gguf_tensor *q_bias, *k_bias, *v_bias, *o_bias;
+    const struct gguf_tensor *q_norm, *k_norm;     /* [head_k], per head, before RoPE */
+    struct matrix o;                               /* [n_embd][n_head*head_v] */
+    const struct gguf_tensor *attn_post_norm;      /* [n_embd], on the attention output before it is added (Gemma) */
+    const struct gguf_tensor *ffn_norm;            /* [n_embd] */
+    struct matrix gate, up;                        /* [n_ff][n_embd] */
+    struct matrix down;                            /* [n_embd][n_ff] */
+    const struct gguf_tensor *ffn_post_norm;
+    bool local;                                    /* sees only the last `window` positions */
+};
+
+struct model {
+    const struct arch *arch;           /* row of the architecture table */
+    const char *arch_name;
+    struct gguf_str name;              /* general.name, may be empty */
+    struct gguf *file;
+    int n_layer, n_embd, n_ff, n_vocab;
+    int n_head, n_kv;                  /* query heads, key/value heads; n_head % n_kv == 0 */
+    int head_k, head_v;                /* size of a key (and query) head and of a value head */
+    int n_ctx;                         /* context the model was trained for, in tokens */
+    int window;                        /* of local layers, the own position included; 0 = no local layers */
+    float norm_eps;
+    float embd_scale;                  /* embedding rows are multiplied by this */
+    float attn_scale;                  /* scores are multiplied by this */
+    float attn_cap, logit_cap;         /* soft caps: x -> cap * tanh(x / cap); 0 = none */
+    enum rope_order rope_order;
+    enum activation act;
+    struct rope rope_global, rope_local;
+    struct matrix embd;                /* [n_vocab][n_embd] */
+    struct matrix out;                 /* [n_vocab][n_embd]; the embedding again when tied */
+    const struct gguf_tensor *out_norm;/* [n_embd] */
+    const struct gguf_tensor *out_bias;/* [n_vocab] */
+    struct layer *layers;              /* [n_layer] */
+};
+
+struct model_options {
+    double rope_freq_base;             /* 0 = the file's */
+    double rope_scale;                 /* 0 = the file's; positions are divided by it (linear scaling) */
+    int ctx;                           /* the context that will be used (0 = the model's): chooses longrope's factors once */
+};
+
+/* Binds the file's tensors, checks every shape against the hyper-parameters. Keeps g (closed by model_close). *note receives
+ * a one-line remark for stderr or "". Errors (GEN_MODEL): one sentence naming key or tensor, expected and found. */
+bool model_open(struct model **out, struct gguf *g, const struct model_options *o, char note[200], struct error *e);
+void model_close(struct model *m);
+
+/* Names of the supported architectures, comma separated. */
+const char *model_architectures(void);
+
+#endif
