@@ -1,0 +1,103 @@
+/* kernels.h - the CPU's arithmetic: one table of functions per instruction set, all compiled from the same sources.
+ *
+ * Law: for one instruction set an output's bits depend on its inputs alone, never on how many rows or columns are computed
+ * together. Every output has one accumulator, and its terms are added in one order:
+ *
+ *   quantised weights:  acc = 0; for each block b of 32 columns in rising order
+ *                           acc = fma(D[b] * d[b], (float)I[b], acc)            I = exact integer sum of code * q
+ *                           acc = fma(M[b], s[b], acc)                          only for types with a minimum
+ *                       D, M: the weight block's scale and minimum in float; d, s: the activation block's scale and d * sum of q.
+ *                       Sub-blocks of 16 (Q2_K, Q3_K, Q6_K): I = sc0*I0 + sc1*I1 in integers; minima (Q2_K): fma(M0,s0,..), fma(M1,s1,..).
+ *   float weights:      one vector accumulator over the columns, its lanes summed in a fixed tree at the end.
+ *
+ * As the integer sums are exact, quantised products have the same bits for any layout of the weights and for every instruction
+ * set with fused multiply-add. */
+#ifndef KERNELS_H
+#define KERNELS_H
+
+#include "base.h"
+#include "kvcache.h"
+#include "model.h"
+#include "quant.h"
+
+/* Activations of n tokens, k values each, ready to be multiplied. k is a multiple of 32 where q is used. */
+struct acts {
+    int n, k;
+    const float *f;                    /* [n][k] */
+    int8_t *q;                         /* [n][k]     round(f / d), -127..127 */
+    float *d;                          /* [n][k/32]  largest magnitude of the block / 127 */
+    float *s;                          /* [n][k/16]  d * (sum of q over each half of the block) */
+};
+
+/* A matrix as the CPU keeps it: W[rows][cols]. */
+struct weight {
+    enum tensor_type type;
+    int64_t rows, cols;
+    bool packed;                       /* `data` is in tiles of the table's own layout; else GGUF rows as in the file */
+    const void *data;
+};
+
+/* Attention of a few query rows over the keys of one split: partial results in the online-softmax form. The rows share one KV
+ * head; row i sees keys [first[i], last[i]] of the split. Keys are taken in steps of 32 at absolute multiples of 32:
+ * m' = max(m, scores), l = l * exp(m - m') + sum p, o = o * exp(m - m') + sum p * v. A row that sees nothing gets m = -inf, l = 0, o = 0. */
+struct attend {
+    const struct kv_view *view;
+    int layer, head;                   /* layer in the group, KV head */
+    int n_q;                           /* query rows */
+    const float *q;                    /* [n_q][head_k], already scaled */
+    const int64_t *first, *last;       /* [n_q] absolute positions, inclusive */
+    int64_t begin, end;                /* the split: keys [begin, end), begin a multiple of KV_SPLIT */
+    float cap;                         /* soft cap of the scores; 0 = none */
+    float *m, *l;                      /* [n_q] */
+    float *o;                          /* [n_q][head_v] */
+    float *scratch;                    /* attend_scratch(shape) floats */
+};
+/* Query rows that attend is given at most at once. */
+#define ATTEND_ROWS 64
+static inline size_t attend_scratch(const struct kv_shape *s)
+{
+    return (size_t)KV_BLOCK * (s->head_k + s->head_v) + ATTEND_ROWS * KV_BLOCK + ATTEND_ROWS + 64;
+}
+
+struct kernels {
+    const char *name;                  /* generic, avx2, avxvnni, avx512 */
+    bool (*usable)(void);              /* this processor has the instructions */
+    int tile;                          /* rows in a packed tile; row ranges given to matmul start at multiples of it */
+
+    /* Packing: bytes for all rows (the last tile is padded), 0 for a type that is used as it stands in the file.
+     * pack converts the GGUF rows of tiles [tile0, tile1) (src points at the first row of tile0) into dst (start of the whole matrix). */
+    size_t (*packed_bytes)(enum tensor_type type, int64_t rows, int64_t cols);
+    void (*pack)(enum tensor_type type, const void *src, int64_t rows, int64_t cols, int64_t tile0, int64_t tile1, void *dst);
+    /* out[cols] = row r of w in floats, the same bits as the scalar dequantiser. */
+    void (*row)(const struct weight *w, int64_t r, float *out);
+
+    /* Quantises x[k] into one row of acts. */
+    void (*quantise)(const float *x, int k, int8_t *q, float *d, float *s);
+    /* y[(t - t0) * ld + (r - row0)] = W[r] . x[t] for rows [row0, row1) and tokens [t0, t1). `scratch` has scratch_bytes(w). */
+    void (*matmul)(const struct weight *w, int64_t row0, int64_t row1, const struct acts *x, int t0, int t1,
+                   float *y, size_t ld, void *scratch);
+    size_t (*scratch_bytes)(const struct weight *w);
+
+    /* ---- the rest of a layer (kernels.inc) ---- */
+    /* out = x / sqrt(mean(x*x) + eps) * w */
+    void (*rms_norm)(const float *x, const float *w, int n, float eps, float *out);
+    void (*add)(float *x, const float *y, int n);                        /* x += y */
+    /* out = act(gate) * up */
+    void (*glu)(const float *gate, const float *up, int n, enum activation act, float *out);
+    /* Turns x[n] in place by (cos, sin)[n/2]. */
+    void (*rope)(float *x, const float *cs, const float *sn, int n, enum rope_order order);
+    /* Writes one token's key [head_k] / value [head_v] into its tile at lane/row t (0..31). */
+    void (*put_key)(void *tile, enum kv_type type, const float *k, int head_k, int t);
+    void (*put_value)(void *tile, enum kv_type type, const float *v, int head_v, int t);
+    /* Attention of n_q query rows over one split of keys: see struct attend. */
+    void (*attend)(const struct attend *a);
+    void (*soft_cap)(float *x, int n, float cap);
+};
+
+/* Table for `name`, or the best usable one for NULL. NULL and *e (GEN_USAGE) when name is unknown or this machine lacks it. */
+const struct kernels *kernels_choose(const char *name, struct error *e);
+/* All compiled tables, best last. */
+extern const struct kernels *const kernel_tables[];
+extern const int n_kernel_tables;
+
+#endif
