@@ -1,0 +1,102 @@
+/* kvcache.c - the page pool: one reservation of address space, reference counts, and each sequence's table of pages. */
+#include "kvcache.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "base.h"
+
+bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, struct error *e)
+{
+    *p = (struct kv_pool){ .shape = *shape, .n_pages = n_pages };
+    if (n_pages == 0) return true;     /* the model has no layers of this group */
+    if (!size_mul(kv_page_bytes(shape), (size_t)n_pages, &p->reserved))
+        return fail(e, GEN_RUN, "the KV cache is too large to address: lower --ctx-size");
+    p->free = alloc_zeroed(n_pages, sizeof *p->free, "the list of free KV pages", e);
+    p->refs = alloc_zeroed(n_pages, sizeof *p->refs, "the KV pages' reference counts", e);
+    if (!p->free || !p->refs) return kv_pool_close(p), false;
+    void *base = mmap(NULL, p->reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) {
+        fail(e, GEN_RUN, "cannot reserve %zu bytes for the KV cache: lower --ctx-size or choose smaller -ctk and -ctv types",
+             p->reserved);
+        return kv_pool_close(p), false;
+    }
+    p->base = base;
+    for (int i = 0; i < n_pages; i++) p->free[i] = n_pages - 1 - i;    /* page 0 is handed out first */
+    p->n_free = n_pages;
+    return true;
+}
+
+void kv_pool_close(struct kv_pool *p)
+{
+    if (p->base) munmap(p->base, p->reserved);
+    free(p->free);
+    free(p->refs);
+    *p = (struct kv_pool){ 0 };
+}
+
+static int pages_for(const struct kv_pool *p, int64_t tokens)
+{
+    return (int)((tokens + p->shape.page_size - 1) / p->shape.page_size);
+}
+
+bool kv_table_open(struct kv_table *t, const struct kv_pool *p, int64_t max_tokens, struct error *e)
+{
+    *t = (struct kv_table){ .cap = p->n_pages ? pages_for(p, max_tokens) : 0 };
+    if (t->cap == 0) return true;
+    t->pages = alloc_zeroed(t->cap, sizeof *t->pages, "a page table", e);
+    return t->pages != NULL;
+}
+
+bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t tokens)
+{
+    if (p->n_pages == 0) return true;
+    int want = pages_for(p, tokens);
+    if (want > t->cap || want - t->n > p->n_free) return false;
+    while (t->n < want) {
+        int32_t page = p->free[--p->n_free];
+        p->refs[page] = 1;
+        t->pages[t->n++] = page;
+    }
+    return true;
+}
+
+void kv_table_cut(struct kv_table *t, struct kv_pool *p, int64_t tokens)
+{
+    if (p->n_pages == 0) return;
+    for (int keep = pages_for(p, tokens); t->n > keep; ) {
+        int32_t page = t->pages[--t->n];
+        if (--p->refs[page] == 0) p->free[p->n_free++] = page;
+    }
+}
+
+void kv_table_close(struct kv_table *t, struct kv_pool *p)
+{
+    kv_table_cut(t, p, 0);
+    free(t->pages);
+    *t = (struct kv_table){ 0 };
+}
+
+bool kv_pool_check(const struct kv_pool *p, const struct kv_table *const *tables, int n_tables)
+{
+    int32_t *seen = calloc((size_t)p->n_pages + 1, sizeof *seen);
+    if (!seen) return false;
+    bool ok = true;
+    for (int i = 0; i < n_tables; i++)
+        for (int k = 0; k < tables[i]->n; k++) {
+            int32_t page = tables[i]->pages[k];
+            if (page < 0 || page >= p->n_pages) ok = false;
+            else seen[page]++;
+        }
+    for (int i = 0; i < p->n_pages; i++) ok = ok && seen[i] == p->refs[i];
+    for (int i = 0; i < p->n_free && ok; i++) {
+        ok = p->free[i] >= 0 && p->free[i] < p->n_pages && seen[p->free[i]] == 0;
+        if (ok) seen[p->free[i]] = -1; /* a page on the list twice is found by this mark */
+    }
+    int unused = 0;
+    for (int i = 0; i < p->n_pages; i++) unused += p->refs[i] == 0;
+    ok = ok && unused == p->n_free;
+    free(seen);
+    return ok;
+}
