@@ -1,0 +1,162 @@
+# gen - build, tests, installation. `make help` lists what there is.
+#
+# Every configuration has a directory of its own, build/CONFIG; the release program is ./gen.
+
+config ?= release
+PREFIX ?= /usr/local
+PROMPT ?= The capital of France is
+FUZZ_SECONDS ?= 60
+
+B := build/$(config)
+PROGRAM := $(if $(filter release,$(config)),gen,$(B)/gen)
+
+# ---- how things are compiled
+
+CFLAGS ?= -O2 -g
+MODE.release :=
+MODE.debug := -O0 -g3
+MODE.sanitize := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+MODE.fuzz := $(MODE.sanitize) -fsanitize=fuzzer-no-link
+ifeq ($(filter release debug sanitize fuzz,$(config)),)
+$(error config=$(config): it must be release, debug, sanitize or fuzz)
+endif
+
+# Every number depends on -ffp-contract=off: sums are the same whatever the compiler would like to fuse.
+REQUIRED := -std=gnu11 -ffp-contract=off -pthread -Wall -Wextra
+LIBRARIES := libpcre2-8 jansson libutf8proc nettle
+PKG_CFLAGS := $(shell pkg-config --cflags $(LIBRARIES) 2>/dev/null)
+PKG_LIBS := $(or $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null),-lpcre2-8 -ljansson -lutf8proc -lnettle)
+CMOCKA_LIBS := $(or $(shell pkg-config --libs cmocka 2>/dev/null),-lcmocka)
+
+COMPILE = $(CC) $(CPPFLAGS) $(CFLAGS) $(SPEED) $(MODE.$(config)) $(REQUIRED) $(ISA) $(PKG_CFLAGS) -I. -MMD -MP -c -o $@ $<
+FLAGS = $(CC) $(CPPFLAGS) $(CFLAGS) $(MODE.$(config)) $(REQUIRED) $(AVX2) $(AVX512) $(LDFLAGS)
+LINK = $(CC) $(CFLAGS) $(MODE.$(config)) -pthread $(LDFLAGS) -o $@ $(filter %.o %.a,$^)
+LIBS = $(PKG_LIBS) $(LDLIBS) -lm
+
+# The kernels are compiled once per instruction set and chosen at run time; nothing else may use more than plain x86-64.
+AVX2 := -mavx2 -mfma -mf16c
+AVX512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512
+$(B)/kernels%.o: SPEED := -O3
+$(B)/kernels_avx2.o: ISA := $(AVX2)
+$(B)/kernels_avxvnni.o: ISA := $(AVX2) -mavxvnni
+$(B)/kernels_avx512.o: ISA := $(AVX2) $(AVX512)
+
+# ---- what there is
+
+OBJECTS := $(patsubst %.c,$(B)/%.o,$(wildcard *.c))
+LIBRARY := $(B)/libgen.a
+# A test program has cmocka, a tool serves the Python tests, a fuzz target has libFuzzer's entry point and elsewhere than in
+# config=fuzz is driven by tests/fuzz_main.c.
+TESTS := $(patsubst %.c,$(B)/%,$(wildcard tests/test_*.c))
+TOOLS := $(patsubst %.c,$(B)/%,$(wildcard tests/*_tool.c))
+FUZZERS := $(patsubst %.c,$(B)/%,$(filter-out tests/fuzz_main.c,$(wildcard tests/fuzz_*.c)))
+
+VENV := build/venv
+PYTHON := $(VENV)/bin/python
+DEFAULT_MODEL := weights/SmolLM2-135M-Instruct.Q4_1.gguf
+SUBMAKE = $(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,-j$(or $(shell nproc 2>/dev/null),1))
+# Leaks of memory count as errors; a report ends the program with 99, which no test takes for a refusal.
+export ASAN_OPTIONS ?= exitcode=99:allocator_may_return_null=1
+export UBSAN_OPTIONS ?= exitcode=99:print_stacktrace=1
+
+.PHONY: all deps run test test-c sanitize fuzz check-long programs install uninstall clean help FORCE
+.DELETE_ON_ERROR:
+
+all: $(if $(wildcard gen.c),$(PROGRAM),$(LIBRARY)) ## build ./gen (the default)
+
+deps: ## install what building, running and testing need (Debian, Ubuntu); prints nothing when all is there
+	@CC='$(CC)' ./deps.sh build model test
+
+run: ## obtain the default model and let it continue PROMPT="..."
+	@CC='$(CC)' ./deps.sh build $(if $(wildcard $(DEFAULT_MODEL)),,model)
+	@$(SUBMAKE) all
+	@$(if $(wildcard $(DEFAULT_MODEL)),,python3 weights/get.py smollm2)
+	@PROMPT='$(subst ','\'',$(PROMPT))' && set -x && ./gen --temp 0 -n 40 -p "$$PROMPT"
+
+test: ## all tests; DATA=DIR names the conformance data, without which some are skipped
+	@CC='$(CC)' ./deps.sh build model test
+	@$(SUBMAKE) all programs $(VENV)/ready
+	@$(SUBMAKE) config=sanitize fuzzers
+	@python3 weights/get.py smollm2 gemma3 || echo 'The tests that need these models will be skipped.' >&2
+	@CONFIG=$(config) $(PYTHON) -m pytest tests
+
+test-c: ## the C tests alone: no Python, no network
+	@CC='$(CC)' ./deps.sh build
+	@$(SUBMAKE) programs
+	@for t in $(TESTS); do echo "$$t" && "$$t" || exit 1; done
+
+sanitize: ## all tests on a build with the address and undefined-behaviour sanitizers
+	@$(MAKE) --no-print-directory config=sanitize test
+
+fuzz: ## fuzz the readers of hostile input with clang's libFuzzer, each for FUZZ_SECONDS
+	@command -v clang >/dev/null || { echo 'make fuzz needs clang: apt-get install clang libclang-rt-dev' >&2; exit 1; }
+	@$(SUBMAKE) config=fuzz CC=clang fuzzers
+	@python3 tests/fuzz_seeds.py build/fuzz/seeds
+	@set -e; for f in $(FUZZERS:$(B)/%=build/fuzz/%); do \
+	    corpus=build/fuzz/corpus/$$(basename $$f); mkdir -p $$corpus; \
+	    echo "$$f: $(FUZZ_SECONDS) s, corpus $$corpus"; \
+	    $$f -max_total_time=$(FUZZ_SECONDS) -timeout=5 -rss_limit_mb=2048 -print_final_stats=1 \
+	        -artifact_prefix=build/fuzz/ $$corpus build/fuzz/seeds; done
+
+check-long: ## the tests with their long versions, and ten minutes of fuzzing each target
+	@$(MAKE) --no-print-directory FUZZ_SECONDS=600 fuzz
+	@$(MAKE) --no-print-directory PYTEST_ADDOPTS='-m "long or not long"' test
+
+install: $(if $(wildcard gen.c),$(PROGRAM),$(LIBRARY)) ## install gen into PREFIX (/usr/local) under DESTDIR
+	install -d '$(DESTDIR)$(PREFIX)/bin'
+	install -m 755 $(PROGRAM) '$(DESTDIR)$(PREFIX)/bin/gen'
+
+uninstall: ## remove what install put there
+	rm -f '$(DESTDIR)$(PREFIX)/bin/gen'
+
+clean: ## remove everything that was built; weights/ stays
+	rm -rf build gen
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@echo 'Also: config=release|debug|sanitize|fuzz, CC=clang, CFLAGS=..., -j'
+
+# ---- rules
+
+programs: $(TESTS) $(TOOLS)
+fuzzers: $(FUZZERS)
+
+$(PROGRAM): $(B)/gen.o $(LIBRARY)
+	@echo '  LINK $@'
+	@$(LINK) $(LIBS)
+
+$(LIBRARY): $(filter-out $(B)/gen.o,$(OBJECTS))
+	@rm -f $@
+	@$(AR) rcs $@ $^
+
+$(B)/%.o: %.c $(B)/flags
+	@echo '  CC   $<'
+	@mkdir -p $(@D)
+	@$(COMPILE)
+
+$(TESTS): $(B)/%: $(B)/%.o $(LIBRARY)
+	@$(LINK) $(CMOCKA_LIBS) $(LIBS)
+
+$(TOOLS): $(B)/%: $(B)/%.o $(LIBRARY)
+	@$(LINK) $(LIBS)
+
+$(FUZZERS): $(B)/%: $(B)/%.o $(LIBRARY)
+	@$(LINK) $(if $(filter fuzz,$(config)),-fsanitize=fuzzer) $(LIBS)
+
+$(if $(filter fuzz,$(config)),,$(FUZZERS): $(B)/tests/fuzz_main.o)
+
+# Changes when the compiler or its flags do, and then everything is compiled again. Written first in a new build, so the
+# needs of the build are looked at here.
+$(B)/flags: FORCE
+	@[ -f $@ ] || CC='$(CC)' ./deps.sh --check build
+	@mkdir -p $(@D)
+	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' > $@
+
+$(VENV)/ready: tests/requirements.txt
+	@echo '  VENV $(VENV)'
+	@python3 -m venv $(VENV)
+	@$(PYTHON) -m pip install -q --no-deps --disable-pip-version-check --retries=2 -r $< || { \
+	    echo 'The Python packages of the tests cannot be installed (no network?); `make test-c` needs none.' >&2; exit 1; }
+	@touch $@
+
+-include $(OBJECTS:.o=.d) $(TESTS:=.d) $(TOOLS:=.d) $(FUZZERS:=.d) $(B)/tests/fuzz_main.d
