@@ -7,7 +7,8 @@
  *                           acc = fma(D[b] * d[b], (float)I[b], acc)            I = exact integer sum of code * q
  *                           acc = fma(M[b], s[b], acc)                          only for types with a minimum
  *                       D, M: the weight block's scale and minimum in float; d, s: the activation block's scale and d * sum of q.
- *                       Sub-blocks of 16 (Q2_K, Q3_K, Q6_K): I = sc0*I0 + sc1*I1 in integers; minima (Q2_K): fma(M0,s0,..), fma(M1,s1,..).
+ *                       Sub-blocks of 16 (Q2_K, Q3_K, Q6_K): I = sc0*I0 + sc1*I1 in integers; minima (Q2_K): fma(M0,s0,..),
+ *                       fma(M1,s1,..) with s0, s1 = d * sum of q over each half.
  *   float weights:      one vector accumulator over the columns, its lanes summed in a fixed tree at the end.
  *
  * As the integer sums are exact, quantised products have the same bits for any layout of the weights and for every instruction
@@ -24,9 +25,10 @@
 struct acts {
     int n, k;
     const float *f;                    /* [n][k] */
-    int8_t *q;                         /* [n][k]     round(f / d), -127..127 */
+    int8_t *q;                         /* [n][k]     f / d, rounded to nearest, ties to even: -127..127 */
     float *d;                          /* [n][k/32]  largest magnitude of the block / 127 */
-    float *s;                          /* [n][k/16]  d * (sum of q over each half of the block) */
+    float *s;                          /* [n][k/32]  d * (sum of the block's q) */
+    int16_t *h;                        /* [n][k/16]  sum of q over each half of the block */
 };
 
 /* A matrix as the CPU keeps it: W[rows][cols]. */
@@ -71,8 +73,9 @@ struct kernels {
     /* out[cols] = row r of w in floats, the same bits as the scalar dequantiser. */
     void (*row)(const struct weight *w, int64_t r, float *out);
 
-    /* Quantises x[k] into one row of acts. */
-    void (*quantise)(const float *x, int k, int8_t *q, float *d, float *s);
+    /* Quantises row t of x: fills row t of q, d, s and h from f. A block whose largest magnitude is below 127 * 2^-126 becomes
+     * zero; one with an infinity or a NaN gets d = s = NaN, which reaches every output. */
+    void (*quantise)(const struct acts *x, int t);
     /* y[(t - t0) * ld + (r - row0)] = W[r] . x[t] for rows [row0, row1) and tokens [t0, t1). `scratch` has scratch_bytes(w). */
     void (*matmul)(const struct weight *w, int64_t row0, int64_t row1, const struct acts *x, int t0, int t1,
                    float *y, size_t ld, void *scratch);
@@ -91,6 +94,9 @@ struct kernels {
     void (*put_value)(void *tile, enum kv_type type, const float *v, int head_v, int t);
     /* Attention of n_q query rows over one split of keys: see struct attend. */
     void (*attend)(const struct attend *a);
+    /* Joins the split (m1, l1, o1[n]) to the splits before it (m, l, o); an empty state is m = -inf, l = 0, o = 0. Splits are joined
+     * in rising order of their keys. */
+    void (*join)(float *m, float *l, float *o, float m1, float l1, const float *o1, int n);
     void (*soft_cap)(float *x, int n, float cap);
 };
 

@@ -1,0 +1,763 @@
+/* cpu.c - the CPU backend: weights made ready for the kernels, and the forward pass as phases of one team.
+ *
+ * A forward pass is one job that every thread of the team walks through together; between phases stands a barrier. Within a phase,
+ * pieces of work (rows of a matrix, tokens, attention tasks) are handed out one at a time, and no result depends on who computes
+ * it. With one token in the batch the work per token is done by every thread for itself, which costs less than a barrier. */
+#define _GNU_SOURCE
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "backend.h"
+#include "kernels.h"
+#include "threads.h"
+
+struct cpu_layer {
+    struct weight qkv[3], o, gate, up, down;
+    const float *attn_norm, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm, *attn_post_norm, *ffn_norm, *ffn_post_norm;
+    int group, index;                  /* KV group, and layer number in that group */
+    int window;
+};
+
+/* What is kept per token of the batch between matrix products: one shared by all threads, and a private one each for
+ * batches of one token. */
+struct desk {
+    float *x;                          /* [rows][n_embd] residual stream */
+    float *norm;                       /* [rows][max(n_embd, n_head * head_v)] input of the next product, in floats */
+    struct acts acts;                  /* the same, quantised */
+    float *cs[KV_GROUPS], *sn[KV_GROUPS];          /* [rows][rope.n / 2] */
+};
+
+enum { SPLIT_TOKENS = 16 };            /* most tokens of a batch whose attention is dealt out split by split */
+
+/* Consecutive rows of one sequence whose attention is computed together. */
+struct tile { int row, n; };
+
+struct cpu {
+    struct backend base;
+    const struct model *m;
+    const struct kernels *k;
+    struct team *team;
+    struct cpu_layer *layers;
+    struct weight embd, out;
+    const float *out_norm, *out_bias;
+    int max_rows;
+    struct desk shared, *own;          /* own[threads] */
+    struct acts ffn;                   /* [rows][n_ff] */
+    float *qkv, *att, *proj, *gate, *up;           /* [rows][..] outputs of products, and the attention's */
+    float *logits;                     /* [LOGIT_ROWS][n_vocab] */
+    struct tile *tiles;
+    int *wanted;                       /* [LOGIT_ROWS] rows of the batch */
+    float *part;                       /* split attention: see part_at */
+    size_t max_splits;
+    char **scratch;                    /* [threads] of scratch_bytes each */
+    void *arena, *weights;
+    size_t arena_bytes, weights_bytes;
+
+    const struct batch *batch;         /* the forward pass under way */
+    int n_tiles, n_wanted;
+    bool alone;                        /* the batch is one token */
+};
+
+/* ---- memory ------------------------------------------------------------------------------------------------------- */
+
+/* Address space that costs memory only where it is touched. */
+static void *reserve(size_t bytes, const char *what, struct error *e)
+{
+    void *p = mmap(NULL, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return fail(e, GEN_RUN, "cannot reserve %zu bytes for %s: lower --batch-size", bytes, what), NULL;
+    madvise(p, bytes, MADV_HUGEPAGE);
+    return p;
+}
+
+/* Cuts 64-byte aligned pieces off an arena; with base NULL it only adds up. */
+struct carver { char *base; size_t used; };
+static void *carve(struct carver *c, size_t count, size_t size)
+{
+    size_t at = c->used;
+    c->used += (count * size + 127) & ~(size_t)63;     /* a spare line after each piece */
+    return c->base ? c->base + at : NULL;
+}
+
+static void carve_acts(struct carver *c, struct acts *a, size_t rows, int k)
+{
+    size_t k32 = ((size_t)k + 31) / 32 * 32;
+    a->q = carve(c, rows * k32, 1);
+    a->d = carve(c, rows * k32 / 32, sizeof(float));
+    a->s = carve(c, rows * k32 / 32, sizeof(float));
+    a->h = carve(c, rows * k32 / 16, sizeof(int16_t));
+}
+
+static int widest(const struct model *m)
+{
+    int att = m->n_head * m->head_v;
+    return att > m->n_embd ? att : m->n_embd;
+}
+
+static void carve_desk(struct carver *c, struct desk *d, const struct model *m, size_t rows)
+{
+    d->x = carve(c, rows * m->n_embd, sizeof(float));
+    d->norm = carve(c, rows * widest(m), sizeof(float));
+    carve_acts(c, &d->acts, rows, widest(m));
+    for (int g = 0; g < KV_GROUPS; g++) {
+        d->cs[g] = carve(c, rows * (m->rope_global.n / 2), sizeof(float));
+        d->sn[g] = carve(c, rows * (m->rope_global.n / 2), sizeof(float));
+    }
+}
+
+static int qkv_width(const struct model *m) { return m->n_head * m->head_k + m->n_kv * (m->head_k + m->head_v); }
+
+/* Floats of one thread's attention scratch: queries, their results, a split's results, the kernel's own. */
+static size_t attend_floats(const struct model *m)
+{
+    struct kv_shape s = { .head_k = m->head_k, .head_v = m->head_v };
+    return (size_t)ATTEND_ROWS * (m->head_k + 2 * m->head_v + 8) + attend_scratch(&s) + 4 * (size_t)m->head_k;
+}
+
+static size_t matmul_scratch(const struct cpu *c)
+{
+    size_t most = c->k->scratch_bytes(&c->out);
+    for (int i = 0; i < c->m->n_layer; i++) {
+        const struct cpu_layer *l = &c->layers[i];
+        const struct weight *w[] = { &l->qkv[0], &l->qkv[1], &l->qkv[2], &l->o, &l->gate, &l->up, &l->down };
+        for (int j = 0; j < 7; j++) {
+            size_t n = c->k->scratch_bytes(w[j]);
+            if (n > most) most = n;
+        }
+    }
+    return most;
+}
+
+static void carve_all(struct cpu *c, struct carver *v)
+{
+    const struct model *m = c->m;
+    size_t rows = c->max_rows, threads = team_size(c->team);
+    size_t scratch = matmul_scratch(c), att = attend_floats(m) * sizeof(float);
+    carve_desk(v, &c->shared, m, rows);
+    for (size_t i = 0; i < threads; i++) carve_desk(v, &c->own[i], m, 1);
+    carve_acts(v, &c->ffn, rows, m->n_ff);
+    c->qkv = carve(v, rows * qkv_width(m), sizeof(float));
+    c->att = carve(v, rows * m->n_head * m->head_v, sizeof(float));
+    c->proj = carve(v, rows * m->n_embd, sizeof(float));
+    c->gate = carve(v, rows * m->n_ff, sizeof(float));
+    c->up = carve(v, rows * m->n_ff, sizeof(float));
+    c->logits = carve(v, (size_t)LOGIT_ROWS * m->n_vocab, sizeof(float));
+    c->tiles = carve(v, c->max_rows, sizeof *c->tiles);
+    c->wanted = carve(v, LOGIT_ROWS, sizeof *c->wanted);
+    c->part = carve(v, SPLIT_TOKENS * c->max_splits * m->n_head * (m->head_v + 2), sizeof(float));
+    for (size_t i = 0; i < threads; i++) c->scratch[i] = carve(v, 1, scratch > att ? scratch : att);
+}
+
+/* ---- weights ------------------------------------------------------------------------------------------------------ */
+
+/* One matrix to be made ready, and where. */
+struct load { const struct matrix *src; struct weight *dst; char *at; };
+
+struct loading {
+    struct cpu *c;
+    struct load *list;
+    int n;
+    struct piece { int load; int64_t tile0, tile1; } *pieces;
+    int n_pieces;
+    atomic_int done;
+    atomic_bool failed;
+    struct error *e;
+    void (*progress)(double);
+};
+
+static size_t row_bytes(const struct matrix *x)
+{
+    const struct type_info *t = type_info(x->tensor->type);
+    return x->columns / t->block * t->bytes;
+}
+
+/* Rows of a piece of about 256 KiB, whole tiles. */
+static int64_t piece_tiles(const struct cpu *c, const struct matrix *x)
+{
+    int64_t n = (256 << 10) / (int64_t)(row_bytes(x) * c->k->tile);
+    return n < 1 ? 1 : n;
+}
+
+static void load_job(void *user, int thread)
+{
+    struct loading *l = user;
+    struct cpu *c = l->c;
+    void *raw = NULL;
+    size_t raw_cap = 0;
+    for (int i, end; team_take(c->team, l->n_pieces, 1, &i, &end) && !atomic_load(&l->failed); ) {
+        const struct piece *p = &l->pieces[i];
+        const struct load *w = &l->list[p->load];
+        int64_t row0 = p->tile0 * c->k->tile, row1 = p->tile1 * c->k->tile;
+        if (row1 > (int64_t)w->src->rows) row1 = w->src->rows;
+        size_t bytes = (size_t)(row1 - row0) * row_bytes(w->src), offset = (w->src->row0 + row0) * row_bytes(w->src);
+        struct error mine = { 0 };
+        void *dst = w->dst->packed ? raw : w->at + (size_t)row0 * row_bytes(w->src);
+        if (w->dst->packed && bytes > raw_cap) {
+            free(raw);
+            raw = dst = malloc(bytes);
+            raw_cap = raw ? bytes : 0;
+            if (!raw) fail(&mine, GEN_RUN, "cannot allocate %zu bytes to read the weights", bytes);
+        }
+        if (mine.code || !gguf_read(c->m->file, w->src->tensor, offset, dst, bytes, &mine)) {
+            if (!atomic_exchange(&l->failed, true)) *l->e = mine;
+            break;
+        }
+        if (w->dst->packed) c->k->pack(w->dst->type, raw, w->dst->rows, w->dst->cols, p->tile0, p->tile1, w->at);
+        int done = atomic_fetch_add(&l->done, 1) + 1;
+        if (thread == 0 && l->progress) l->progress((double)done / l->n_pieces);
+    }
+    free(raw);
+}
+
+/* Decides how each matrix is kept: in place in the mapped file (vocabulary matrices in Q8_0, whose blocks are quick to use as
+ * they stand, and float types), or read into memory, packed where the kernels have a layout for the type. */
+static void plan(struct loading *l, const struct matrix *src, struct weight *dst, bool vocabulary)
+{
+    struct cpu *c = l->c;
+    const void *map = gguf_data(c->m->file, src->tensor);
+    bool raw = c->k->packed_bytes(src->tensor->type, src->rows, src->columns) == 0 || (vocabulary && src->tensor->type == T_Q8_0);
+    *dst = (struct weight){ src->tensor->type, (int64_t)src->rows, (int64_t)src->columns, !raw, NULL };
+    if (raw && map) dst->data = (const char *)map + src->row0 * row_bytes(src);
+    else l->list[l->n++] = (struct load){ src, dst, NULL };
+}
+
+static void plan_all(struct loading *l)
+{
+    struct cpu *c = l->c;
+    for (int i = 0; i < c->m->n_layer; i++) {
+        const struct layer *s = &c->m->layers[i];
+        struct cpu_layer *d = &c->layers[i];
+        plan(l, &s->q, &d->qkv[0], false);
+        plan(l, &s->k, &d->qkv[1], false);
+        plan(l, &s->v, &d->qkv[2], false);
+        plan(l, &s->o, &d->o, false);
+        plan(l, &s->gate, &d->gate, false);
+        plan(l, &s->up, &d->up, false);
+        plan(l, &s->down, &d->down, false);
+    }
+    plan(l, &c->m->out, &c->out, true);
+    bool tied = c->m->out.tensor == c->m->embd.tensor;
+    const void *map = gguf_data(c->m->file, c->m->embd.tensor);
+    if (map) c->embd = (struct weight){ c->m->embd.tensor->type, c->m->n_vocab, c->m->n_embd, false, map };
+    else if (!tied) plan(l, &c->m->embd, &c->embd, true);
+}
+
+static bool load_weights(struct cpu *c, void (*progress)(double), struct error *e)
+{
+    struct loading l = { .c = c, .e = e, .progress = progress };
+    l.list = alloc_zeroed((size_t)c->m->n_layer * 7 + 2, sizeof *l.list, "the list of weights", e);
+    if (!l.list) return false;
+    plan_all(&l);
+    struct carver v = { NULL, 0 };
+    size_t n_pieces = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        for (int i = 0; i < l.n; i++) {
+            const struct matrix *x = l.list[i].src;
+            size_t bytes = l.list[i].dst->packed ? c->k->packed_bytes(x->tensor->type, x->rows, x->columns)
+                                                 : x->rows * row_bytes(x);
+            l.list[i].at = carve(&v, bytes, 1);
+            l.list[i].dst->data = l.list[i].at;
+            int64_t tiles = ((int64_t)x->rows + c->k->tile - 1) / c->k->tile, step = piece_tiles(c, x);
+            if (pass == 0) n_pieces += (tiles + step - 1) / step;
+            else
+                for (int64_t t = 0; t < tiles; t += step)
+                    l.pieces[l.n_pieces++] = (struct piece){ i, t, t + step < tiles ? t + step : tiles };
+        }
+        if (pass) break;
+        c->weights_bytes = v.used;
+        c->weights = v.base = reserve(v.used, "the weights", e);
+        l.pieces = alloc_zeroed(n_pieces, sizeof *l.pieces, "the list of weight pieces", e);
+        if (!v.base || !l.pieces) break;
+        v.used = 0;
+    }
+    bool ok = v.base && l.pieces;
+    if (ok) team_run(c->team, load_job, &l);
+    ok = ok && !atomic_load(&l.failed);
+    if (ok && !c->embd.data) c->embd = c->out;         /* tied, and not mapped */
+    free(l.list);
+    free(l.pieces);
+    return ok;
+}
+
+/* A vector's floats: in the map, or read into the arena of vectors. */
+static bool load_vector(struct cpu *c, const struct gguf_tensor *t, const float **out, struct error *e)
+{
+    *out = NULL;
+    if (!t) return true;
+    float *p = alloc_zeroed(t->ne[0], sizeof(float), "a weight vector", e);
+    if (!p) return false;
+    *out = p;
+    return gguf_read(c->m->file, t, 0, p, t->size, e);
+}
+
+static bool load_vectors(struct cpu *c, struct error *e)
+{
+    int in_group[KV_GROUPS] = { 0 };
+    for (int i = 0; i < c->m->n_layer; i++) {
+        const struct layer *s = &c->m->layers[i];
+        struct cpu_layer *d = &c->layers[i];
+        d->group = s->local ? KV_LOCAL : KV_GLOBAL;
+        d->index = in_group[d->group]++;
+        d->window = s->local ? c->m->window : 0;
+        if (!load_vector(c, s->attn_norm, &d->attn_norm, e) || !load_vector(c, s->q_bias, &d->q_bias, e) ||
+            !load_vector(c, s->k_bias, &d->k_bias, e) || !load_vector(c, s->v_bias, &d->v_bias, e) ||
+            !load_vector(c, s->o_bias, &d->o_bias, e) || !load_vector(c, s->q_norm, &d->q_norm, e) ||
+            !load_vector(c, s->k_norm, &d->k_norm, e) || !load_vector(c, s->attn_post_norm, &d->attn_post_norm, e) ||
+            !load_vector(c, s->ffn_norm, &d->ffn_norm, e) || !load_vector(c, s->ffn_post_norm, &d->ffn_post_norm, e))
+            return false;
+    }
+    return load_vector(c, c->m->out_norm, &c->out_norm, e) && load_vector(c, c->m->out_bias, &c->out_bias, e);
+}
+
+/* ---- work per token ----------------------------------------------------------------------------------------------- */
+
+static struct desk *desk_of(struct cpu *c, int thread) { return c->alone ? &c->own[thread] : &c->shared; }
+
+/* The desk's input of a product: `n` rows of k values. */
+static struct acts inputs(const struct desk *d, int n, int k)
+{
+    struct acts x = d->acts;
+    x.n = n;
+    x.k = k;
+    x.f = d->norm;
+    return x;
+}
+
+/* Row r of the input, k values, is complete in floats: quantise it. (Rows that are no whole blocks meet float weights only.) */
+static void set_input(struct cpu *c, struct desk *d, int r, int k)
+{
+    struct acts x = inputs(d, r + 1, k);
+    if (k % 32 == 0) c->k->quantise(&x, r);
+}
+
+static void norm_input(struct cpu *c, struct desk *d, int r, const float *x, const float *w)
+{
+    int n = c->m->n_embd;
+    c->k->rms_norm(x, w, n, c->m->norm_eps, d->norm + (size_t)r * n);
+    set_input(c, d, r, n);
+}
+
+static void row_start(struct cpu *c, struct desk *d, int r)
+{
+    const struct model *m = c->m;
+    const struct row *row = &c->batch->rows[r];
+    float *x = d->x + (size_t)r * m->n_embd;
+    c->k->row(&c->embd, row->token, x);
+    if (m->embd_scale != 1)
+        for (int i = 0; i < m->n_embd; i++) x[i] *= m->embd_scale;
+    for (int g = 0; g < KV_GROUPS; g++) {
+        const struct rope *p = g == KV_LOCAL ? &m->rope_local : &m->rope_global;
+        float *cs = d->cs[g] + (size_t)r * (p->n / 2), *sn = d->sn[g] + (size_t)r * (p->n / 2);
+        if (g == KV_LOCAL && m->window == 0) continue;
+        for (int i = 0; i < p->n / 2; i++) {
+            double angle = (double)row->pos * p->freq[i];
+            cs[i] = (float)(cos(angle) * p->scale);
+            sn[i] = (float)(sin(angle) * p->scale);
+        }
+    }
+    norm_input(c, d, r, x, c->layers[0].attn_norm);
+}
+
+/* Adds a product's output to the residual stream (normalised first in Gemma) and prepares the next product's input. */
+static void row_residual(struct cpu *c, struct desk *d, int r, const float *bias, const float *post_norm, const float *next_norm)
+{
+    int n = c->m->n_embd;
+    float *x = d->x + (size_t)r * n, *out = d->norm + (size_t)r * n;
+    const float *y = c->proj + (size_t)r * n;
+    if (bias) {
+        for (int i = 0; i < n; i++) out[i] = y[i] + bias[i];
+        y = out;
+    }
+    if (post_norm) {
+        c->k->rms_norm(y, post_norm, n, c->m->norm_eps, out);
+        y = out;
+    }
+    c->k->add(x, y, n);
+    if (next_norm) norm_input(c, d, r, x, next_norm);
+}
+
+/* ---- attention ---------------------------------------------------------------------------------------------------- */
+
+static int group_size(const struct model *m) { return m->n_head / m->n_kv; }
+
+/* dst = query head h of row r: bias, norm, RoPE, scale. */
+static void make_query(const struct cpu *c, const struct cpu_layer *l, const struct desk *d, int r, int h, float *dst)
+{
+    const struct model *m = c->m;
+    const float *src = c->qkv + (size_t)r * qkv_width(m) + (size_t)h * m->head_k;
+    int n = m->head_k, half = m->rope_global.n / 2;
+    for (int i = 0; i < n; i++) dst[i] = src[i] + (l->q_bias ? l->q_bias[h * n + i] : 0);
+    if (l->q_norm) c->k->rms_norm(dst, l->q_norm, n, m->norm_eps, dst);
+    c->k->rope(dst, d->cs[l->group] + (size_t)r * half, d->sn[l->group] + (size_t)r * half, 2 * half, m->rope_order);
+    for (int i = 0; i < n; i++) dst[i] *= m->attn_scale;
+}
+
+/* Appends the key and value of KV head h of row r to the cache. `tmp` has head_k + head_v floats. */
+static void append(const struct cpu *c, const struct cpu_layer *l, const struct desk *d, int r, int h, float *tmp)
+{
+    const struct model *m = c->m;
+    const struct row *row = &c->batch->rows[r];
+    const struct kv_view *view = &c->batch->views[row->sequence][l->group];
+    const float *k = c->qkv + (size_t)r * qkv_width(m) + (size_t)m->n_head * m->head_k + (size_t)h * m->head_k;
+    const float *v = c->qkv + (size_t)r * qkv_width(m) + (size_t)(m->n_head + m->n_kv) * m->head_k + (size_t)h * m->head_v;
+    float *tv = tmp + m->head_k;
+    int half = m->rope_global.n / 2, t = (int)(row->pos % KV_BLOCK);
+    for (int i = 0; i < m->head_k; i++) tmp[i] = k[i] + (l->k_bias ? l->k_bias[h * m->head_k + i] : 0);
+    for (int i = 0; i < m->head_v; i++) tv[i] = v[i] + (l->v_bias ? l->v_bias[h * m->head_v + i] : 0);
+    if (l->k_norm) c->k->rms_norm(tmp, l->k_norm, m->head_k, m->norm_eps, tmp);
+    c->k->rope(tmp, d->cs[l->group] + (size_t)r * half, d->sn[l->group] + (size_t)r * half, 2 * half, m->rope_order);
+    c->k->put_key(kv_k_tile(view, l->index, h, row->pos), view->shape->type_k, tmp, m->head_k, t);
+    c->k->put_value(kv_v_tile(view, l->index, h, row->pos), view->shape->type_v, tv, m->head_v, t);
+}
+
+/* One thread's attention scratch, cut into its parts. */
+struct bench { float *q, *m, *l, *o, *m1, *l1, *o1, *tmp, *kernel; int64_t first[ATTEND_ROWS], last[ATTEND_ROWS]; };
+static void lay_out(const struct cpu *c, int thread, struct bench *b)
+{
+    float *p = (float *)c->scratch[thread];
+    b->q = p, p += (size_t)ATTEND_ROWS * c->m->head_k;
+    b->o = p, p += (size_t)ATTEND_ROWS * c->m->head_v;
+    b->o1 = p, p += (size_t)ATTEND_ROWS * c->m->head_v;
+    b->m = p, p += ATTEND_ROWS;
+    b->l = p, p += ATTEND_ROWS;
+    b->m1 = p, p += ATTEND_ROWS;
+    b->l1 = p, p += ATTEND_ROWS;
+    b->tmp = p, p += c->m->head_k + c->m->head_v;
+    b->kernel = p;
+}
+
+/* The partial result of (tile, query head, split): m, l, then o[head_v]. */
+static float *part_at(const struct cpu *c, int tile, int head, int split)
+{
+    return c->part + (((size_t)tile * c->m->n_head + head) * c->max_splits + split) * (c->m->head_v + 2);
+}
+
+/* Splits that a row at `pos` touches: [*first, result). */
+static int splits_of(int64_t pos, int window, int *first)
+{
+    *first = (int)(kv_visible(pos, window).first / KV_SPLIT);
+    return (int)(pos / KV_SPLIT) + 1;
+}
+
+/* Fills the bench's queries for the `n` rows from `row` and KV head `h`: row-major by token, then by query head of the group. */
+static void gather_queries(struct cpu *c, const struct cpu_layer *l, const struct desk *d, int row, int n, int h, struct bench *b)
+{
+    int g = group_size(c->m);
+    for (int i = 0; i < n; i++)
+        for (int j = 0; j < g; j++) {
+            int64_t pos = c->batch->rows[row + i].pos;
+            make_query(c, l, d, row + i, h * g + j, b->q + (size_t)(i * g + j) * c->m->head_k);
+            b->first[i * g + j] = kv_visible(pos, l->window).first;
+            b->last[i * g + j] = pos;
+        }
+}
+
+static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct kv_view *view, int h, int split, int n_q,
+                         int64_t first, int64_t last, struct bench *b)
+{
+    int64_t begin = (int64_t)split * KV_SPLIT, end = begin + KV_SPLIT;
+    if (first > begin) begin = first / KV_BLOCK * KV_BLOCK;           /* nobody sees the blocks before */
+    if (last + 1 < end) end = last + 1;
+    struct attend a = { view, l->index, h, n_q, b->q, b->first, b->last, begin, end, c->m->attn_cap, b->m1, b->l1, b->o1, b->kernel };
+    c->k->attend(&a);
+}
+
+/* One token's attention to one split of one KV head, left in the parts. In a batch of one the split that holds the token appends it. */
+static void attend_part(struct cpu *c, const struct cpu_layer *l, struct desk *d, int tile, int h, int split, int thread)
+{
+    const struct model *m = c->m;
+    struct bench b;
+    int row = c->tiles[tile].row, g = group_size(m);
+    int64_t pos = c->batch->rows[row].pos;
+    lay_out(c, thread, &b);
+    if (c->alone && split == (int)(pos / KV_SPLIT)) append(c, l, d, row, h, b.tmp);
+    gather_queries(c, l, d, row, 1, h, &b);
+    attend_split(c, l, &c->batch->views[c->batch->rows[row].sequence][l->group], h, split, g, b.first[0], pos, &b);
+    for (int j = 0; j < g; j++) {
+        float *p = part_at(c, tile, h * g + j, split);
+        p[0] = b.m1[j];
+        p[1] = b.l1[j];
+        memcpy(p + 2, b.o1 + (size_t)j * m->head_v, sizeof(float) * m->head_v);
+    }
+}
+
+static void finish(float *o, float l, int n, float *out)
+{
+    for (int i = 0; i < n; i++) out[i] = o[i] / l;
+}
+
+/* Joins the parts of a one-token tile into out[n_head * head_v]. */
+static void join_parts(struct cpu *c, const struct cpu_layer *l, int tile, float *out)
+{
+    const struct model *m = c->m;
+    int first, end = splits_of(c->batch->rows[c->tiles[tile].row].pos, l->window, &first);
+    for (int h = 0; h < m->n_head; h++) {
+        float *o = out + (size_t)h * m->head_v, top = -INFINITY, sum = 0;
+        memset(o, 0, sizeof(float) * m->head_v);
+        for (int s = first; s < end; s++) {
+            const float *p = part_at(c, tile, h, s);
+            c->k->join(&top, &sum, o, p[0], p[1], p + 2, m->head_v);
+        }
+        finish(o, sum, m->head_v, o);
+    }
+}
+
+/* Attention of a tile of several tokens for one KV head, all splits in order. */
+static void attend_tile(struct cpu *c, const struct cpu_layer *l, const struct desk *d, int tile, int h, int thread)
+{
+    const struct model *m = c->m;
+    const struct row *rows = c->batch->rows + c->tiles[tile].row;
+    int n = c->tiles[tile].n, g = group_size(m), n_q = n * g, first;
+    struct bench b;
+    lay_out(c, thread, &b);
+    gather_queries(c, l, d, c->tiles[tile].row, n, h, &b);
+    int64_t last = rows[n - 1].pos, from = b.first[0];
+    splits_of(rows[0].pos, l->window, &first);
+    memset(b.o, 0, sizeof(float) * n_q * m->head_v);
+    for (int i = 0; i < n_q; i++) b.m[i] = -INFINITY, b.l[i] = 0;
+    for (int s = first; s <= (int)(last / KV_SPLIT); s++) {
+        attend_split(c, l, &c->batch->views[rows[0].sequence][l->group], h, s, n_q, from, last, &b);
+        for (int i = 0; i < n_q; i++)
+            c->k->join(&b.m[i], &b.l[i], b.o + (size_t)i * m->head_v, b.m1[i], b.l1[i], b.o1 + (size_t)i * m->head_v, m->head_v);
+    }
+    for (int i = 0; i < n_q; i++)
+        finish(b.o + (size_t)i * m->head_v, b.l[i], m->head_v,
+               c->att + ((size_t)(c->tiles[tile].row + i / g) * m->n_head + h * g + i % g) * m->head_v);
+}
+
+/* Splits are dealt out one by one where there are few tokens, all of different sequences; else whole tiles are. */
+static bool split_mode(const struct cpu *c) { return c->n_tiles == c->batch->n_rows && c->n_tiles <= SPLIT_TOKENS; }
+
+static void attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, int thread)
+{
+    const struct model *m = c->m;
+    int i, end;
+    if (!c->alone) {
+        struct bench b;
+        lay_out(c, thread, &b);
+        while (team_take(c->team, c->batch->n_rows, 1, &i, &end))
+            for (int h = 0; h < m->n_kv; h++) append(c, l, d, i, h, b.tmp);
+        team_barrier(c->team);
+    }
+    if (!split_mode(c)) {
+        while (team_take(c->team, c->n_tiles * m->n_kv, 1, &i, &end))
+            attend_tile(c, l, d, c->n_tiles - 1 - i / m->n_kv, i % m->n_kv, thread);   /* the longest first */
+        return;
+    }
+    int total = 0;
+    for (int t = 0; t < c->n_tiles; t++) {
+        int first, n = splits_of(c->batch->rows[c->tiles[t].row].pos, l->window, &first);
+        total += (n - first) * m->n_kv;
+    }
+    while (team_take(c->team, total, 1, &i, &end))
+        for (int t = 0, at = i; ; t++) {
+            int first, n = splits_of(c->batch->rows[c->tiles[t].row].pos, l->window, &first);
+            if (at < (n - first) * m->n_kv) {
+                attend_part(c, l, d, t, at % m->n_kv, first + at / m->n_kv, thread);
+                break;
+            }
+            at -= (n - first) * m->n_kv;
+        }
+}
+
+/* ---- matrix products ---------------------------------------------------------------------------------------------- */
+
+/* Rows of a product handed out at once: whole tiles and quantisation blocks, several pieces per thread. */
+static int chunk_rows(const struct cpu *c, int64_t rows)
+{
+    int64_t n = rows / (team_size(c->team) * 8) / 32 * 32;
+    return n < 32 ? 32 : n > 256 ? 256 : (int)n;
+}
+
+/* Outputs of up to three matrices with the same input, side by side in y[n][ld]. */
+static void product(struct cpu *c, const struct weight *w, int n_w, const struct acts *x, float *y, size_t ld, int thread)
+{
+    int64_t rows = 0;
+    for (int i = 0; i < n_w; i++) rows += w[i].rows;
+    int step = chunk_rows(c, rows), pieces = 0;
+    for (int i = 0; i < n_w; i++) pieces += (int)((w[i].rows + step - 1) / step);
+    for (int p, end; team_take(c->team, pieces, 1, &p, &end); ) {
+        size_t column = 0;
+        int i = 0;
+        for (; p >= (w[i].rows + step - 1) / step; i++) {
+            p -= (int)((w[i].rows + step - 1) / step);
+            column += w[i].rows;
+        }
+        int64_t r0 = (int64_t)p * step, r1 = r0 + step < w[i].rows ? r0 + step : w[i].rows;
+        c->k->matmul(&w[i], r0, r1, x, 0, x->n, y + column + r0, ld, c->scratch[thread]);
+    }
+}
+
+/* gate and up for the same rows, then the activation, then its blocks quantised: one phase. */
+static void feed_forward(struct cpu *c, const struct cpu_layer *l, const struct acts *x, int thread)
+{
+    int F = c->m->n_ff, step = chunk_rows(c, 2 * (int64_t)F);
+    for (int p, end; team_take(c->team, (F + step - 1) / step, 1, &p, &end); ) {
+        int r0 = p * step, r1 = r0 + step < F ? r0 + step : F;
+        c->k->matmul(&l->gate, r0, r1, x, 0, x->n, c->gate + r0, F, c->scratch[thread]);
+        c->k->matmul(&l->up, r0, r1, x, 0, x->n, c->up + r0, F, c->scratch[thread]);
+        for (int t = 0; t < x->n; t++) {
+            float *g = c->gate + (size_t)t * F + r0;
+            size_t at = (size_t)t * F + r0;
+            c->k->glu(g, c->up + at, r1 - r0, c->m->act, g);
+            struct acts part = { 1, r1 - r0, g, c->ffn.q + at, c->ffn.d + at / 32, c->ffn.s + at / 32, c->ffn.h + at / 16 };
+            if (F % 32 == 0) c->k->quantise(&part, 0);
+        }
+    }
+}
+
+static void head_logits(struct cpu *c, const struct acts *x, int thread)
+{
+    int V = c->m->n_vocab, step = chunk_rows(c, V);
+    for (int p, end; team_take(c->team, (V + step - 1) / step, 1, &p, &end); ) {
+        int r0 = p * step, r1 = r0 + step < V ? r0 + step : V;
+        c->k->matmul(&c->out, r0, r1, x, 0, x->n, c->logits + r0, V, c->scratch[thread]);
+        for (int t = 0; t < x->n; t++) {
+            float *y = c->logits + (size_t)t * V + r0;
+            if (c->out_bias) c->k->add(y, c->out_bias + r0, r1 - r0);
+            if (c->m->logit_cap > 0) c->k->soft_cap(y, r1 - r0, c->m->logit_cap);
+        }
+    }
+}
+
+/* ---- the forward pass --------------------------------------------------------------------------------------------- */
+
+/* Runs `call` for each row r: by every thread for itself when the batch is one token, else dealt out, then a barrier. */
+#define EACH_ROW(count, call) \
+    do { \
+        int n_ = (count); \
+        if (c->alone) for (int r = 0; r < n_; r++) { call; } \
+        else { \
+            for (int r, end_; team_take(c->team, n_, 1, &r, &end_); ) { call; } \
+            team_barrier(c->team); \
+        } \
+    } while (0)
+
+static void row_attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, int r)
+{
+    int n = c->m->n_head * c->m->head_v;
+    float *out = d->norm + (size_t)r * n;
+    if (split_mode(c)) join_parts(c, l, r, out);
+    else memcpy(out, c->att + (size_t)r * n, sizeof(float) * n);
+    set_input(c, d, r, n);
+}
+
+static void forward_job(void *user, int thread)
+{
+    struct cpu *c = user;
+    const struct model *m = c->m;
+    struct desk *d = desk_of(c, thread);
+    int n = c->batch->n_rows;
+    struct acts normed = inputs(d, n, m->n_embd), attended = inputs(d, n, m->n_head * m->head_v);
+    EACH_ROW(n, row_start(c, d, r));
+    for (int i = 0; i < m->n_layer; i++) {
+        const struct cpu_layer *l = &c->layers[i];
+        product(c, l->qkv, 3, &normed, c->qkv, qkv_width(m), thread);
+        team_barrier(c->team);
+        attention(c, l, d, thread);
+        team_barrier(c->team);
+        EACH_ROW(n, row_attention(c, l, d, r));
+        product(c, &l->o, 1, &attended, c->proj, m->n_embd, thread);
+        team_barrier(c->team);
+        EACH_ROW(n, row_residual(c, d, r, l->o_bias, l->attn_post_norm, l->ffn_norm));
+        feed_forward(c, l, &normed, thread);
+        team_barrier(c->team);
+        product(c, &l->down, 1, &c->ffn, c->proj, m->n_embd, thread);
+        team_barrier(c->team);
+        const float *next = i + 1 < m->n_layer ? c->layers[i + 1].attn_norm : NULL;
+        EACH_ROW(n, row_residual(c, d, r, NULL, l->ffn_post_norm, next));
+    }
+    if (c->n_wanted == 0) return;
+    EACH_ROW(c->n_wanted, norm_input(c, d, r, d->x + (size_t)c->wanted[r] * m->n_embd, c->out_norm));
+    struct acts last = inputs(d, c->n_wanted, m->n_embd);
+    head_logits(c, &last, thread);
+}
+
+static bool forward(struct backend *b, const struct batch *batch, struct error *e)
+{
+    struct cpu *c = (struct cpu *)b;
+    (void)e;
+    int n = batch->n_rows, g = group_size(c->m), per_tile = ATTEND_ROWS / g > 0 ? ATTEND_ROWS / g : 1;
+    c->batch = batch;
+    c->alone = n == 1;
+    c->n_tiles = c->n_wanted = 0;
+    for (int r = 0; r < n; ) {
+        int end = r + 1;
+        while (end < n && end - r < per_tile && batch->rows[end].sequence == batch->rows[r].sequence) end++;
+        c->tiles[c->n_tiles++] = (struct tile){ r, end - r };
+        r = end;
+    }
+    for (int r = 0; r < n; r++)
+        if (batch->rows[r].want == WANT_LOGITS && c->n_wanted < LOGIT_ROWS) c->wanted[c->n_wanted++] = r;
+    c->ffn.n = n;
+    c->ffn.k = c->m->n_ff;
+    c->ffn.f = c->gate;
+    team_run(c->team, forward_job, c);
+    return true;
+}
+
+static const float *logits(struct backend *b, int i)
+{
+    struct cpu *c = (struct cpu *)b;
+    return i < c->n_wanted ? c->logits + (size_t)i * c->m->n_vocab : NULL;
+}
+
+/* ---- opening ------------------------------------------------------------------------------------------------------ */
+
+static void cpu_close(struct backend *b)
+{
+    struct cpu *c = (struct cpu *)b;
+    team_close(c->team);
+    for (int i = 0; c->layers && i < c->m->n_layer; i++) {
+        const struct cpu_layer *l = &c->layers[i];
+        const float *all[] = { l->attn_norm, l->q_bias, l->k_bias, l->v_bias, l->o_bias, l->q_norm, l->k_norm,
+                               l->attn_post_norm, l->ffn_norm, l->ffn_post_norm };
+        for (size_t j = 0; j < sizeof all / sizeof *all; j++) free((void *)all[j]);
+    }
+    free((void *)c->out_norm);
+    free((void *)c->out_bias);
+    free(c->layers);
+    free(c->own);
+    free(c->scratch);
+    if (c->arena) munmap(c->arena, c->arena_bytes);
+    if (c->weights) munmap(c->weights, c->weights_bytes);
+    free(c);
+}
+
+static bool open_parts(struct cpu *c, const struct backend_options *o, struct error *e)
+{
+    const struct model *m = c->m;
+    int threads = o->threads > 0 ? o->threads : cores_available();
+    if (group_size(m) > ATTEND_ROWS)
+        return fail(e, GEN_MODEL, "%s: %d query heads on one key/value head are not supported (at most %d)",
+                    gguf_path(m->file), group_size(m), ATTEND_ROWS);
+    c->k = kernels_choose(getenv("GEN_ISA"), e);
+    if (!c->k || !team_open(&c->team, threads, e)) return false;
+    c->layers = alloc_zeroed(m->n_layer, sizeof *c->layers, "the layers", e);
+    c->own = alloc_zeroed(threads, sizeof *c->own, "the threads' rows", e);
+    c->scratch = alloc_zeroed(threads, sizeof *c->scratch, "the threads' scratch", e);
+    if (!c->layers || !c->own || !c->scratch || !load_vectors(c, e) || !load_weights(c, o->progress, e)) return false;
+    c->max_rows = o->max_rows;
+    c->max_splits = (size_t)(o->max_ctx / KV_SPLIT + 1);
+    struct carver v = { NULL, 0 };
+    carve_all(c, &v);
+    c->arena_bytes = v.used;
+    c->arena = v.base = reserve(v.used, "working memory", e);
+    if (!v.base) return false;
+    v.used = 0;
+    carve_all(c, &v);
+    c->base = (struct backend){ "cpu", forward, logits, cpu_close, c->k->name, threads, c->weights_bytes };
+    return true;
+}
+
+bool cpu_open(struct backend **out, const struct model *m, const struct backend_options *o, struct error *e)
+{
+    struct cpu *c = alloc_zeroed(1, sizeof *c, "the CPU backend", e);
+    if (!c) return false;
+    c->m = m;
+    if (!open_parts(c, o, e)) return cpu_close(&c->base), false;
+    *out = &c->base;
+    return true;
+}

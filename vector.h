@@ -1,0 +1,112 @@
+/* vector.h - a float vector of the width of the instruction set that includes it (16, 8 or 4 lanes).
+ *
+ * Arithmetic is the compiler's own on vector types; what it cannot express (fused multiply-add, maximum, half floats) has one
+ * wrapper each. Every function gives the same bits for the same lane values, whatever the compiler. */
+#ifndef VECTOR_H
+#define VECTOR_H
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "quant.h"
+
+#if defined __AVX512F__
+enum { VW = 16 };
+#elif defined __AVX2__
+enum { VW = 8 };
+#else
+enum { VW = 4 };
+#endif
+
+#define INLINE static inline __attribute__((always_inline, unused))
+
+typedef float vf __attribute__((vector_size(VW * 4)));
+typedef int32_t vi __attribute__((vector_size(VW * 4)));
+
+INLINE vf v_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void v_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE vf v_set(float x) { return x - (vf){ 0 }; }
+
+#if defined __AVX512F__
+INLINE vf v_fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vf v_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }       /* b where either is NaN */
+INLINE vf v_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE vf v_half(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
+#elif defined __AVX2__
+INLINE vf v_fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vf v_max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf v_min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE vf v_half(const uint16_t *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
+#else
+INLINE vf v_fma(vf a, vf b, vf c) { return a * b + c; }
+INLINE vf v_max(vf a, vf b) { return (vf)_mm_max_ps((__m128)a, (__m128)b); }
+INLINE vf v_min(vf a, vf b) { return (vf)_mm_min_ps((__m128)a, (__m128)b); }
+INLINE vf v_half(const uint16_t *p)
+{
+    return (vf){ f16_to_f32(p[0]), f16_to_f32(p[1]), f16_to_f32(p[2]), f16_to_f32(p[3]) };
+}
+#endif
+
+#if defined __FMA__
+INLINE float s_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+INLINE float s_fma(float a, float b, float c) { return a * b + c; }
+#endif
+
+#if defined __F16C__
+INLINE float s_half(uint16_t h) { return _cvtsh_ss(h); }
+INLINE uint16_t s_to_half(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }
+#else
+INLINE float s_half(uint16_t h) { return f16_to_f32(h); }
+INLINE uint16_t s_to_half(float f) { return f32_to_f16(f); }
+#endif
+
+/* Sum of the lanes: halves are folded onto each other, so the tree is fixed by the width. */
+INLINE float v_sum(vf v)
+{
+    for (int w = VW / 2; w; w /= 2)
+        for (int i = 0; i < w; i++) v[i] += v[i + w];
+    return v[0];
+}
+INLINE float v_highest(vf v)           /* no NaN among the lanes, or the result is one or a lane */
+{
+    for (int w = VW / 2; w; w /= 2)
+        for (int i = 0; i < w; i++) v[i] = v[i] > v[i + w] ? v[i] : v[i + w];
+    return v[0];
+}
+
+/* exp(x): x = n ln 2 + r, |r| <= ln 2 / 2, the Taylor polynomial of degree 7 in r (error below 2 ulp), 2^n through the exponent
+ * bits. Below -87.3 the result is 0, above 88.3 it is about 2e38 (scores never get there: they are at most 0); NaN stays NaN. */
+INLINE vf v_exp(vf x)
+{
+    vf c = v_min(v_set(88.3f), v_max(v_set(-87.3f), x));
+    vf t = v_fma(c, v_set(1.44269504f), v_set(12582912.0f));  /* 1.5 * 2^23: n sits in the low bits of t */
+    vf n = t - v_set(12582912.0f);
+    vf r = v_fma(n, v_set(-0.693359375f), c);
+    r = v_fma(n, v_set(2.12194440e-4f), r);
+    vf p = v_set(1.0f / 5040);
+    p = v_fma(p, r, v_set(1.0f / 720));
+    p = v_fma(p, r, v_set(1.0f / 120));
+    p = v_fma(p, r, v_set(1.0f / 24));
+    p = v_fma(p, r, v_set(1.0f / 6));
+    p = v_fma(p, r, v_set(0.5f));
+    p = v_fma(p, r, v_set(1));
+    p = v_fma(p, r, v_set(1));
+    vi e;
+    memcpy(&e, &t, sizeof e);
+    e = (e << 23) + (127 << 23);       /* the bits of 2^n */
+    vf s;
+    memcpy(&s, &e, sizeof s);
+    vf y = p * s;
+    vi live = ~(x < v_set(-87.3f));    /* all ones, or zero where the result underflows */
+    vi yb;
+    memcpy(&yb, &y, sizeof yb);
+    yb &= live;
+    memcpy(&y, &yb, sizeof y);
+    return y;
+}
+INLINE float s_exp(float x) { return v_exp(v_set(x))[0]; }
+
+#endif
