@@ -1,0 +1,276 @@
+/* engine.c - sequences over one page pool and one backend: what of a sequence is in the cache, and what is computed next. */
+#include "engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { CHUNK = 512 };                  /* rows of a prefill chunk where none is asked for */
+
+struct engine {
+    const struct model *m;
+    struct backend *b;
+    struct engine_options o;
+    int64_t ctx;
+    int max_rows;
+    struct kv_pool pools[KV_GROUPS];
+    struct row *rows;                  /* [max_rows] of the batch being built */
+    struct kv_view (*views)[KV_GROUPS];            /* [max(max_rows, 1)] one per sequence of the batch */
+    uint64_t forwards;                 /* forward passes so far: tells whether a sequence's logits are still there */
+};
+
+struct sequence {
+    struct engine *g;
+    struct kv_table tables[KV_GROUPS];
+    int32_t *tokens;                   /* [ctx] */
+    int64_t n;                         /* tokens whose keys and values are in the cache */
+    uint64_t forward;                  /* the pass that computed the last row's logits, 0 = none */
+    int logits;                        /* their place among that pass's wanted rows */
+};
+
+/* ---- opening ------------------------------------------------------------------------------------------------------ */
+
+struct plan { int64_t ctx; struct kv_shape shapes[KV_GROUPS]; int pages[KV_GROUPS]; };
+
+/* Shapes of the page pools that the options ask for. */
+static bool make_plan(const struct model *m, const struct engine_options *o, struct plan *p, struct error *e)
+{
+    p->ctx = o->ctx > 0 ? o->ctx : m->n_ctx;
+    int64_t page = o->layout == KV_CONTIGUOUS ? (p->ctx + KV_BLOCK - 1) / KV_BLOCK * KV_BLOCK : o->page_size;
+    if (page < KV_BLOCK || page % KV_BLOCK || page > INT32_MAX - KV_BLOCK)
+        return fail(e, GEN_USAGE, "--page-size %lld is not a multiple of %d from %d up", (long long)page, KV_BLOCK, KV_BLOCK);
+    int64_t per_sequence = (p->ctx + page - 1) / page;
+    if (per_sequence > INT32_MAX / o->max_sequences)
+        return fail(e, GEN_USAGE, "a context of %lld tokens for %d sequences is too large to address: lower --ctx-size",
+                    (long long)p->ctx, o->max_sequences);
+    int layers[KV_GROUPS] = { 0 };
+    for (int i = 0; i < m->n_layer; i++) layers[m->layers[i].local ? KV_LOCAL : KV_GLOBAL]++;
+    for (int g = 0; g < KV_GROUPS; g++) {
+        p->shapes[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, o->type_k, o->type_v, (int)page };
+        p->pages[g] = layers[g] ? (int)(per_sequence * o->max_sequences) : 0;
+    }
+    return true;
+}
+
+static size_t token_bytes(const struct kv_shape *s)
+{
+    return (size_t)s->n_layer * s->n_kv * (s->head_k * kv_type_bytes(s->type_k) + s->head_v * kv_type_bytes(s->type_v));
+}
+
+bool engine_estimate(const struct model *m, const struct engine_options *o, struct kv_usage *out, struct error *e)
+{
+    struct plan p;
+    *out = (struct kv_usage){ 0 };
+    if (!make_plan(m, o, &p, e)) return false;
+    for (int g = 0; g < KV_GROUPS; g++) {
+        size_t bytes;
+        if (!size_mul(kv_page_bytes(&p.shapes[g]), (size_t)p.pages[g], &bytes) ||
+            !size_add(out->bytes_reserved, bytes, &out->bytes_reserved))
+            return fail(e, GEN_USAGE, "a context of %lld tokens is too large to address: lower --ctx-size", (long long)p.ctx);
+        out->bytes_per_token += token_bytes(&p.shapes[g]);
+        out->pages += p.pages[g];
+    }
+    return true;
+}
+
+static _Thread_local void (*progress_of_load)(const char *, double);
+static void load_progress(double done) { progress_of_load("loading", done); }
+
+bool engine_open(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e)
+{
+    struct plan p;
+    struct engine *g = alloc_zeroed(1, sizeof *g, "the engine", e);
+    if (!g) return false;
+    g->m = m;
+    g->o = *o;
+    if (!make_plan(m, o, &p, e)) goto bad;
+    g->ctx = p.ctx;
+    int64_t rows = o->batch > 0 ? o->batch : CHUNK;
+    if (rows > g->ctx) rows = g->ctx;
+    g->max_rows = (int)(rows > o->max_sequences ? rows : o->max_sequences);
+    for (int i = 0; i < KV_GROUPS; i++)
+        if (!kv_pool_open(&g->pools[i], &p.shapes[i], p.pages[i], e)) goto bad;
+    g->rows = alloc_zeroed(g->max_rows, sizeof *g->rows, "the batch", e);
+    g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
+    if (!g->rows || !g->views) goto bad;
+    progress_of_load = o->progress;
+    struct backend_options bo = { o->threads, g->max_rows, g->ctx, o->progress ? load_progress : NULL };
+    if (!cpu_open(&g->b, m, &bo, e)) goto bad;
+    *out = g;
+    return true;
+bad:
+    engine_close(g);
+    return false;
+}
+
+void engine_close(struct engine *g)
+{
+    if (!g) return;
+    if (g->b) g->b->close(g->b);
+    for (int i = 0; i < KV_GROUPS; i++) kv_pool_close(&g->pools[i]);
+    free(g->rows);
+    free(g->views);
+    free(g);
+}
+
+const struct model *engine_model(const struct engine *g) { return g->m; }
+int64_t engine_ctx(const struct engine *g) { return g->ctx; }
+const struct backend *engine_backend(const struct engine *g) { return g->b; }
+
+struct kv_usage engine_kv_usage(const struct engine *g)
+{
+    struct kv_usage u = { 0 };
+    for (int i = 0; i < KV_GROUPS; i++) {
+        const struct kv_pool *p = &g->pools[i];
+        u.bytes_used += (size_t)(p->n_pages - p->n_free) * kv_page_bytes(&p->shape);
+        u.bytes_reserved += p->reserved;
+        u.bytes_per_token += token_bytes(&p->shape);
+        u.pages += p->n_pages - p->n_free;
+    }
+    return u;
+}
+
+/* ---- sequences ---------------------------------------------------------------------------------------------------- */
+
+bool sequence_open(struct sequence **out, struct engine *g, struct error *e)
+{
+    struct sequence *s = alloc_zeroed(1, sizeof *s, "a sequence", e);
+    if (!s) return false;
+    s->g = g;
+    s->tokens = alloc_zeroed(g->ctx, sizeof *s->tokens, "a sequence's tokens", e);
+    bool ok = s->tokens != NULL;
+    for (int i = 0; i < KV_GROUPS && ok; i++) ok = kv_table_open(&s->tables[i], &g->pools[i], g->ctx, e);
+    if (!ok) return sequence_close(s), false;
+    *out = s;
+    return true;
+}
+
+void sequence_close(struct sequence *s)
+{
+    if (!s) return;
+    for (int i = 0; i < KV_GROUPS; i++) kv_table_close(&s->tables[i], &s->g->pools[i]);
+    free(s->tokens);
+    free(s);
+}
+
+int64_t sequence_length(const struct sequence *s) { return s->n; }
+const int32_t *sequence_tokens(const struct sequence *s) { return s->tokens; }
+
+const float *sequence_logits(const struct sequence *s)
+{
+    return s->forward && s->forward == s->g->forwards ? s->g->b->logits(s->g->b, s->logits) : NULL;
+}
+
+static void cut(struct sequence *s, int64_t n)
+{
+    if (n < s->n) s->n = n, s->forward = 0;
+    for (int i = 0; i < KV_GROUPS; i++) kv_table_cut(&s->tables[i], &s->g->pools[i], n);
+}
+
+static bool check_token(const struct engine *g, int32_t token, struct error *e)
+{
+    if (token >= 0 && token < g->m->n_vocab) return true;
+    return fail(e, GEN_RUN, "token id %d is not in the vocabulary of %d", token, g->m->n_vocab);
+}
+
+/* Adds row `i` of the batch: the sequence's next token, seen through view `slot`. */
+static bool put_row(struct sequence *s, int i, int slot, int32_t token, enum want want, struct error *e)
+{
+    struct engine *g = s->g;
+    if (!check_token(g, token, e)) return false;
+    if (s->n >= g->ctx)
+        return fail(e, GEN_USAGE, "the context of %lld tokens is full: raise --ctx-size", (long long)g->ctx);
+    for (int k = 0; k < KV_GROUPS; k++) {
+        if (!kv_table_grow(&s->tables[k], &g->pools[k], s->n + 1))
+            return fail(e, GEN_RUN, "no KV page is left for token %lld: lower --ctx-size or the number of sequences",
+                        (long long)s->n);
+        g->views[slot][k] = (struct kv_view){ &g->pools[k].shape, g->pools[k].base, s->tables[k].pages };
+    }
+    g->rows[i] = (struct row){ token, slot, s->n, want };
+    s->tokens[s->n++] = token;
+    s->forward = 0;
+    return true;
+}
+
+static bool run(struct engine *g, int n_rows, struct error *e)
+{
+    struct batch batch = { g->rows, n_rows, (const struct kv_view (*)[KV_GROUPS])g->views };
+    g->forwards++;
+    return g->b->forward(g->b, &batch, e);
+}
+
+/* Computes tokens[s->n..n) in chunks; `first`..n-1 want logits, handed to `each` where there is one. */
+static bool extend(struct sequence *s, const int32_t *tokens, int64_t n, int64_t first, score_row each, void *user,
+                   const volatile int *stop, struct error *e)
+{
+    struct engine *g = s->g;
+    int64_t begin = s->n;
+    while (s->n < n) {
+        if (stop && *stop) return true;
+        int64_t at = s->n, most = n - first > 1 && g->max_rows > LOGIT_ROWS ? LOGIT_ROWS : g->max_rows;
+        int rows = (int)(n - at < most ? n - at : most), wanted = 0;
+        for (int i = 0; i < rows; i++) {
+            enum want want = at + i >= first ? WANT_LOGITS : WANT_NOTHING;
+            wanted += want == WANT_LOGITS;
+            if (!put_row(s, i, 0, tokens[at + i], want, e)) return cut(s, at), false;
+        }
+        if (!run(g, rows, e)) return cut(s, at), false;
+        s->forward = g->forwards;
+        s->logits = wanted - 1;
+        if (wanted == 0) s->forward = 0;
+        for (int i = 0; each && i < wanted; i++)
+            if (!each(user, s->n - wanted + i, g->b->logits(g->b, i), e)) return false;
+        if (g->o.progress && n - begin > g->max_rows) g->o.progress("prefill", (double)(s->n - begin) / (n - begin));
+    }
+    return true;
+}
+
+static bool fits(const struct engine *g, int64_t n, struct error *e)
+{
+    if (n >= 1 && n <= g->ctx) return true;
+    return fail(e, GEN_USAGE, "the prompt has %lld tokens but the context holds %lld: shorten it or raise --ctx-size",
+                (long long)n, (long long)g->ctx);
+}
+
+bool sequence_sync(struct sequence *s, const int32_t *tokens, int64_t n, int64_t *reused, const volatile int *stop,
+                   struct error *e)
+{
+    if (!fits(s->g, n, e)) return false;
+    int64_t same = 0;
+    if (s->g->o.cache)
+        while (same < n && same < s->n && s->tokens[same] == tokens[same]) same++;
+    bool ready = same == n && s->n == n && sequence_logits(s);
+    if (same == n && !ready) same = n - 1;
+    if (reused) *reused = same;
+    if (ready) return true;
+    cut(s, same);
+    return extend(s, tokens, n, n - 1, NULL, NULL, stop, e);
+}
+
+bool sequence_score(struct sequence *s, const int32_t *tokens, int64_t n, int64_t first, score_row each, void *user,
+                    struct error *e)
+{
+    if (!fits(s->g, n, e)) return false;
+    cut(s, 0);
+    return extend(s, tokens, n, first, each, user, NULL, e);
+}
+
+bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *tokens, int n, struct error *e)
+{
+    for (int i = 0; i < n; i++) {
+        if (!put_row(seqs[i], i, i, tokens[i], WANT_LOGITS, e)) {
+            while (i-- > 0) cut(seqs[i], seqs[i]->n - 1);
+            return false;
+        }
+    }
+    if (!g->o.cache && n == 1) {       /* the baseline: nothing is kept from the last step */
+        int64_t all = seqs[0]->n;
+        cut(seqs[0], 0);
+        return extend(seqs[0], seqs[0]->tokens, all, all - 1, NULL, NULL, NULL, e);
+    }
+    if (!run(g, n, e)) return false;
+    for (int i = 0; i < n; i++) {
+        seqs[i]->forward = g->forwards;
+        seqs[i]->logits = i;
+    }
+    return true;
+}
