@@ -88,7 +88,7 @@ static uint64_t mix64(uint64_t z)
 
 static struct random random_at(uint64_t seed, uint64_t index)
 {
-    return (struct random){mix64(mix64(seed + 0x9e3779b97f4a7c15u) ^ mix64(index + 0xd1b54a32d192ed03u))};
+    return (struct random){mix64(mix64(seed + 0x9e3779b97f4a7c15u) ^ index)};
 }
 
 static uint64_t random_bits(struct random *r)
