@@ -76,15 +76,17 @@ static bool get_int(const struct model *m, const char *suffix, int64_t lo, int64
     return true;
 }
 
-/* A finite number in [lo, hi]; *value holds the default (NAN: the key must be there). */
+/* A finite number in [lo, hi]. *value holds the default (NAN: the key must be there). */
 static bool get_real(const struct model *m, const char *suffix, double lo, double hi, double *value, struct error *e)
 {
     char key[128];
     arch_key(m, suffix, key);
-    if (!gguf_get_f64(m->file, key, value, e)) return false;
-    if (isnan(*value) && !gguf_find(m->file, key))
+    if (!gguf_find(m->file, key)) {
+        if (!isnan(*value)) return true;
         return fail(e, GEN_MODEL, "%s: %s is missing, so this is no complete %s model", gguf_path(m->file), key,
                     m->arch->name);
+    }
+    if (!gguf_get_f64(m->file, key, value, e)) return false;
     if (!(*value >= lo && *value <= hi))
         return fail(e, GEN_MODEL, "%s: %s is %g, but must be %g to %g", gguf_path(m->file), key, *value, lo, hi);
     return true;
