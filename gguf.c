@@ -483,7 +483,7 @@ static bool parse_directory(struct gguf *g, int file, struct cursor *c, size_t n
     if (!tensors) return fail(c->e, GEN_RUN, "cannot allocate %zu bytes for the tensor directory", bytes);
     g->tensors = tensors;
     tensors += g->n_tensors;
-    c->what = "entry";
+    c->what = "tensor entry";
     for (c->n = n, c->i = 0; c->i < n; c->i++) {
         tensors[c->i] = (struct gguf_tensor){ .file = file };
         if (!parse_tensor(c, &tensors[c->i])) return false;
