@@ -18,7 +18,7 @@ DATA = pathlib.Path(os.environ["DATA"]).resolve() if os.environ.get("DATA") else
 SANITIZED = CONFIG in ("sanitize", "fuzz")
 
 if DATA:
-    if not DATA.is_dir():
+    if not os.path.isdir(DATA):
         raise pytest.UsageError(f"DATA={os.environ['DATA']}: there is no such folder")
     os.environ["DATA"] = str(DATA)          # the C tests run in another directory
 for name in ("GEN_MODEL", "GEN_ISA", "NO_COLOR"):

@@ -4,6 +4,7 @@
  *
  * The inputs are tried in a child process. When that dies, or one input takes more than LIMIT seconds, the parent says which
  * input it was and leaves it in the file fuzz-NAME-SEED-I.bin. */
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,9 +15,13 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-enum { LIMIT = 5, MAX_SIZE = 1 << 20 };
+enum { LIMIT = 5, MAX_SIZE = 1 << 20, MAX_FILES = 64 };
 
 struct input { uint8_t *data; size_t size; };
+
+static struct input files[MAX_FILES];
+static int n_files;
+static uint8_t buffer[MAX_SIZE];       /* the input being made */
 
 static uint64_t state;                 /* SplitMix64 (Steele, Lea, Flood 2014) */
 static uint64_t draw(void)
@@ -80,7 +85,7 @@ static void mutate(struct input *in, const struct input *other)
     }
 }
 
-static struct input make_input(uint64_t seed, uint64_t i, const struct input *files, int n_files, uint8_t *buffer)
+static struct input make_input(uint64_t seed, uint64_t i)
 {
     state = seed * 0x100000001B3 + i;
     draw();
@@ -93,23 +98,20 @@ static struct input make_input(uint64_t seed, uint64_t i, const struct input *fi
 
 int main(int argc, char **argv)
 {
-    if (argc < 4) {
+    if (argc < 4 || argc - 3 > MAX_FILES) {
         fprintf(stderr, "usage: %s RUNS SEED FILE...\n", argv[0]);
         return 2;
     }
     uint64_t runs = strtoull(argv[1], NULL, 0), seed = strtoull(argv[2], NULL, 0);
-    int n_files = argc - 3;
-    struct input *files = calloc(n_files, sizeof *files);
-    uint8_t *buffer = malloc(MAX_SIZE);
     uint64_t *now = mmap(NULL, sizeof *now, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (!files || !buffer || now == MAP_FAILED) return 2;
-    for (int i = 0; i < n_files; i++) files[i] = read_file(argv[3 + i]);
+    if (now == MAP_FAILED) return 2;
+    for (; n_files < argc - 3; n_files++) files[n_files] = read_file(argv[3 + n_files]);
 
     pid_t child = fork();
     if (child < 0) return 2;
     if (child == 0) {
         for (; *now < runs; ++*now) {
-            struct input in = make_input(seed, *now, files, n_files, buffer);
+            struct input in = make_input(seed, *now);
             uint8_t *exact = malloc(in.size ? in.size : 1);    /* so that the sanitizer sees a read past the end */
             if (!exact) return 2;
             memcpy(exact, in.data, in.size);
@@ -118,9 +120,6 @@ int main(int argc, char **argv)
             alarm(0);
             free(exact);
         }
-        for (int i = 0; i < n_files; i++) free(files[i].data);
-        free(files);
-        free(buffer);
         return 0;
     }
     int status;
@@ -129,7 +128,7 @@ int main(int argc, char **argv)
         return 0;
     }
     const char *name = strrchr(argv[0], '/') ? strrchr(argv[0], '/') + 1 : argv[0];
-    struct input in = make_input(seed, *now, files, n_files, buffer);
+    struct input in = make_input(seed, *now);
     char path[256];
     snprintf(path, sizeof path, "%s-%llu-%llu.bin", name, (unsigned long long)seed, (unsigned long long)*now);
     FILE *f = fopen(path, "wb");
@@ -139,6 +138,6 @@ int main(int argc, char **argv)
     }
     fprintf(stderr, "%s: input %llu of seed %llu %s; it is in %s\n", name, (unsigned long long)*now,
             (unsigned long long)seed,
-            WIFSIGNALED(status) && WTERMSIG(status) == 14 ? "took too long" : "failed", path);
+            WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM ? "took too long" : "failed", path);
     return 1;
 }
