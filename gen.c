@@ -1,0 +1,588 @@
+/* gen.c - the program: what a run is asked to do, signals, exit codes. */
+#define _GNU_SOURCE                    /* memrchr */
+#include "batch.h"
+#include "engine.h"
+#include "gguf.h"
+#include "inspect.h"
+#include "measure.h"
+#include "model.h"
+#include "options.h"
+#include "output.h"
+#include "memory.h"
+#include "sampler.h"
+#include "tokenizer.h"
+#include "usage.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <utf8proc.h>
+
+#define DEFAULT_MODEL "weights/SmolLM2-135M-Instruct.Q4_1.gguf"
+#define MOST_TEXT ((size_t)1 << 30)    /* bytes of a prompt or text */
+
+struct program {
+    struct options o;
+    struct gguf *file;                 /* until the model owns it */
+    struct tokenizer *tokenizer;
+    struct model *model;
+    struct engine *engine;
+    struct sequence *sequence;
+    struct sampler *sampler;
+    struct stream *stream;
+    struct bytes prompt;
+    struct ids tokens;                 /* prompt, then answer */
+    size_t n_prompt;
+    struct token_logprob *logprobs;    /* [generated][1 + o.logprobs] */
+    size_t logprobs_cap;
+    struct result result;
+    int64_t steps;                     /* decode steps */
+    double begun;                      /* when the program started */
+};
+
+static volatile sig_atomic_t caught;   /* the signal that asks to end */
+static volatile int stop_now;          /* the same as the engine reads it */
+
+static void on_signal(int signal)
+{
+    caught = signal;
+    stop_now = 1;
+}
+
+/* From now on a signal ends the run in order; a second one of its kind ends the program at once. */
+static void catch_signals(void)
+{
+    static const int signals[] = { SIGINT, SIGTERM, SIGHUP };
+    for (size_t i = 0; i < sizeof signals / sizeof *signals; i++) {
+        struct sigaction old, action = { .sa_handler = on_signal, .sa_flags = SA_RESETHAND };
+        if (sigaction(signals[i], NULL, &old) == 0 && old.sa_handler == SIG_DFL) sigaction(signals[i], &action, NULL);
+    }
+}
+
+/* A line on standard error, unless --quiet. */
+__attribute__((format(printf, 2, 3))) static void note(const struct program *p, const char *format, ...)
+{
+    struct error line;                 /* for its readable form */
+    char text[400];
+    va_list args;
+    if (p->o.quiet) return;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    fail(&line, GEN_OK, "%s", text);
+    fprintf(stderr, "gen: %s\n", line.text);
+}
+
+/* ---- progress ----------------------------------------------------------------------------------------------------- */
+
+static struct { bool wanted, shown; const char *what; double begun, drawn; } bar;
+
+/* A bar on standard error once something takes longer than half a second; removed when it is done. */
+static void progress(const char *what, double done)
+{
+    double now = now_seconds();
+    if (!bar.wanted) return;
+    if (!bar.what || strcmp(bar.what, what) != 0) bar.what = what, bar.begun = now;
+    if (done >= 1) {
+        if (bar.shown) fputs("\r\033[K", stderr);
+        bar.shown = false;
+        bar.what = NULL;
+    } else if (now - bar.begun > 0.5 && now - bar.drawn > 0.1) {
+        int n = (int)(done * 30);
+        fprintf(stderr, "\r%-10s [%.*s%*s] %3d %%", what, n, "##############################", 30 - n, "", (int)(done * 100));
+        bar.shown = true;
+        bar.drawn = now;
+    }
+}
+
+/* ---- what is read ------------------------------------------------------------------------------------------------- */
+
+/* Appends a file's bytes (- is standard input), without a byte order mark at its start and one final line end. */
+static bool read_text(const char *path, struct bytes *out, struct error *e)
+{
+    const char *name = strcmp(path, "-") == 0 ? "standard input" : path;
+    int file = strcmp(path, "-") == 0 ? STDIN_FILENO : open(path, O_RDONLY | O_CLOEXEC);
+    size_t start = out->len;
+    char piece[1 << 16];
+    ssize_t n = file < 0 ? -1 : 1;
+    while (n > 0) {
+        n = read(file, piece, sizeof piece);
+        if (n < 0 && errno == EINTR) n = 1;
+        else if (n > 0 && !bytes_add(out, piece, (size_t)n)) errno = ENOMEM, n = -1;
+        else if (out->len > MOST_TEXT) errno = EFBIG, n = -1;
+    }
+    int reason = errno;
+    if (file > STDIN_FILENO) close(file);
+    if (n < 0) return fail(e, GEN_USAGE, "cannot read %s: %s", name, strerror(reason));
+    if (out->len - start >= 3 && memcmp(out->data + start, "\xEF\xBB\xBF", 3) == 0) {
+        out->len -= 3;
+        memmove(out->data + start, out->data + start + 3, out->len - start);
+    }
+    if (out->len > start && out->data[out->len - 1] == '\n') out->len--;
+    else return true;
+    if (out->len > start && out->data[out->len - 1] == '\r') out->len--;
+    return true;
+}
+
+/* The raw prompt: -p, then -f, then standard input where it is named or nothing else is given. */
+static bool read_prompt(struct program *p, struct error *e)
+{
+    const struct options *o = &p->o;
+    if (!o->prompt && !o->file && !o->stdin_word && isatty(STDIN_FILENO))
+        return fail(e, GEN_USAGE, "there is no prompt: give one with -p TEXT or -f FILE, or through a pipe");
+    if (o->prompt && !bytes_add(&p->prompt, o->prompt, strlen(o->prompt)))
+        return fail(e, GEN_RUN, "cannot allocate memory for the prompt");
+    if (o->file && !read_text(o->file, &p->prompt, e)) return false;
+    bool input = o->stdin_word || (!o->prompt && !o->file);
+    return !input || read_text("-", &p->prompt, e);
+}
+
+/* Text in a pipe that nobody reads was probably meant. */
+static void warn_of_unread_input(const struct program *p)
+{
+    struct stat st;
+    int waiting = 0;
+    bool named = p->o.stdin_word || (p->o.file && strcmp(p->o.file, "-") == 0) || (!p->o.prompt && !p->o.file);
+    if (named || fstat(STDIN_FILENO, &st) != 0 || !S_ISFIFO(st.st_mode)) return;
+    if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0)
+        note(p, "warning: standard input holds text that is not read; the word - appends it to the prompt");
+}
+
+/* The model file: -m, GEN_MODEL, or the default beside the program or in the current directory. NULL = none. */
+static const char *model_path(const struct program *p, char buffer[PATH_MAX + 64])
+{
+    const char *named = getenv("GEN_MODEL");
+    if (p->o.inspect) return p->o.inspect;
+    if (p->o.model) return p->o.model;
+    if (named && *named) return named;
+    ssize_t n = readlink("/proc/self/exe", buffer, PATH_MAX);
+    char *name = n > 0 ? memrchr(buffer, '/', (size_t)n) : NULL;
+    if (name) {
+        strcpy(name + 1, DEFAULT_MODEL);
+        if (access(buffer, F_OK) == 0) return buffer;
+    }
+    return access(DEFAULT_MODEL, F_OK) == 0 ? DEFAULT_MODEL : NULL;
+}
+
+static bool open_file(struct program *p, struct error *e)
+{
+    char buffer[PATH_MAX + 64];
+    const char *path = model_path(p, buffer);
+    if (!path)
+        return fail(e, GEN_USAGE, "there is no model: name a GGUF file with -m FILE or GEN_MODEL, or run `make run` once in gen's "
+                                  "source directory, which obtains " DEFAULT_MODEL);
+    return gguf_open(&p->file, path, !p->o.no_mmap, e);
+}
+
+static bool open_tokenizer(struct program *p, struct error *e)
+{
+    char remark[200] = "";
+    if (!open_file(p, e) || !tokenizer_open(&p->tokenizer, p->file, remark, e)) return false;
+    if (*remark) note(p, "warning: %s", remark);
+    return true;
+}
+
+/* Makes tokens of the prompt. */
+static bool encode_prompt(struct program *p, struct error *e)
+{
+    struct span text = { p->prompt.len ? p->prompt.data : "", p->prompt.len, !p->o.no_parse_special };
+    if (!tokenizer_encode(p->tokenizer, &text, 1, !p->o.no_bos, &p->tokens, e)) return false;
+    p->n_prompt = p->tokens.len;
+    return true;
+}
+
+static struct engine_options engine_options(const struct program *p, int64_t ctx)
+{
+    return (struct engine_options){
+        .ctx = ctx, .batch = p->o.batch, .threads = p->o.threads, .max_sequences = 1, .layout = p->o.layout,
+        .page_size = p->o.page_size, .type_k = p->o.type_k, .type_v = p->o.type_v, .cache = !p->o.no_kv_cache,
+        .progress = progress,
+    };
+}
+
+/* The model takes the file over, whether it can be opened or not. */
+static bool open_model(struct program *p, int64_t ctx, struct error *e)
+{
+    char remark[200] = "";
+    struct model_options mo = { p->o.rope_freq_base, p->o.rope_scale, (int)ctx };
+    struct gguf *file = p->file;
+    p->file = NULL;
+    if (!model_open(&p->model, file, &mo, remark, e)) return false;
+    if (*remark) note(p, "warning: %s", remark);
+    return true;
+}
+
+/* The context to use when `asked` is asked for; 0 = the model's, or what fits memory. */
+static bool choose_context(const struct program *p, int64_t asked, int64_t *ctx, struct error *e)
+{
+    struct engine_options eo = engine_options(p, asked);
+    const struct model *m = p->model;
+    struct kv_usage need;
+    uint64_t available = memory_available();
+    char a[32], b[32];
+    *ctx = asked ? asked : largest_context(m, &eo, m->n_ctx, cache_room(m));
+    if (!*ctx) return fail(e, GEN_RUN, "the model needs more memory than the %s that are available", human_bytes((double)available, a));
+    if (*ctx < m->n_ctx && !asked)
+        note(p, "the context is lowered from the model's %d to %lld tokens, whose cache fits the memory available", m->n_ctx,
+             (long long)*ctx);
+    if (!asked) return true;
+    if (!engine_estimate(m, &eo, &need, e)) return false;
+    if (need.bytes_reserved > available)
+        return fail(e, GEN_RUN, "a context of %lld tokens needs %zu bytes (%s) for its cache, but %s are available: lower --ctx-size%s",
+                    (long long)asked, need.bytes_reserved, human_bytes((double)need.bytes_reserved, a),
+                    human_bytes((double)available, b), eo.type_k == KV_F32 || eo.type_v == KV_F32 ? ", or use f16 for -ctk and -ctv" : "");
+    if (asked > m->n_ctx) note(p, "warning: the model was made for %d tokens, fewer than --ctx-size %lld", m->n_ctx, (long long)asked);
+    return true;
+}
+
+static bool open_engine(struct program *p, int64_t ctx, struct error *e)
+{
+    struct engine_options eo = engine_options(p, ctx);
+    char a[32];
+    if (!engine_open(&p->engine, p->model, &eo, e)) return false;
+    progress("loading", 1);
+    const struct backend *b = engine_backend(p->engine);
+    p->result.load_s = now_seconds() - p->begun;
+    if (p->o.verbose) {
+        note(p, "model %s, architecture %s", gguf_path(p->model->file), p->model->arch_name);
+        note(p, "backend %s (%s), %d threads; context %lld tokens; cache %s, %s reserved", b->name, b->isa, b->threads,
+             (long long)engine_ctx(p->engine), p->o.layout == KV_PAGED ? "paged" : "contiguous",
+             human_bytes((double)engine_kv_usage(p->engine).bytes_reserved, a));
+    }
+    return true;
+}
+
+/* ---- generation --------------------------------------------------------------------------------------------------- */
+
+static bool use_color(const struct program *p)
+{
+    const char *no_color = getenv("NO_COLOR");
+    if (p->o.color != COLOR_AUTO) return p->o.color == COLOR_ALWAYS;
+    return isatty(STDOUT_FILENO) && !(no_color && *no_color);
+}
+
+static bool show_prompt_before_answer(const struct program *p, struct error *e)
+{
+    struct bytes out = { 0 };
+    bool color = use_color(p);
+    bool ok = (!color || bytes_add(&out, "\033[32m", 5))
+           && (isatty(STDOUT_FILENO) ? visible_add(&out, p->prompt.data, p->prompt.len)
+                                     : bytes_add(&out, p->prompt.data, p->prompt.len))
+           && (!color || bytes_add(&out, "\033[0m", 4));
+    ok = ok ? output_write(out.data, out.len, e) : fail(e, GEN_RUN, "cannot allocate memory for the prompt");
+    bytes_free(&out);
+    return ok;
+}
+
+/* Keeps the log-probabilities of the token that was just chosen. */
+static bool keep_logprobs(struct program *p, const float *logits, int32_t id, size_t index, struct error *e)
+{
+    size_t n = (size_t)p->o.logprobs, width = n + 1;
+    if (index >= p->logprobs_cap) {
+        size_t cap = p->logprobs_cap ? p->logprobs_cap * 2 : 64, bytes;
+        struct token_logprob *grown = size_mul(cap, width * sizeof *grown, &bytes) ? realloc(p->logprobs, bytes) : NULL;
+        if (!grown) return fail(e, GEN_RUN, "cannot allocate memory for the log-probabilities");
+        p->logprobs = grown;
+        p->logprobs_cap = cap;
+    }
+    struct token_logprob *row = p->logprobs + index * width;
+    row[0].id = id;
+    sampler_logprobs(p->sampler, logits, id, &row[0].logprob, row + 1, (int)n);
+    return true;
+}
+
+/* Opens what generating needs, once the model and the prompt are there. */
+static bool prepare(struct program *p, struct error *e)
+{
+    struct options *o = &p->o;
+    if (o->seed < 0) {
+        uint32_t seed = 0;
+        if (getrandom(&seed, sizeof seed, 0) != sizeof seed)
+            return fail(e, GEN_RUN, "cannot draw a random seed (%s): give --seed N", strerror(errno));
+        o->seed = seed;
+        if (o->sampling.temperature > 0 && o->predict != 0) note(p, "seed %lld", (long long)o->seed);
+    }
+    o->sampling.seed = (uint64_t)o->seed;
+    bool terminal = isatty(STDOUT_FILENO);
+    struct stream_options so = { .tokenizer = p->tokenizer, .stops = &o->stops, .at_start = p->prompt.len == 0,
+                                 .print = !o->json, .visible = terminal };
+    return sampler_open(&p->sampler, &o->sampling, p->model->n_vocab, e) && stream_open(&p->stream, &so, e);
+}
+
+/* The decode loop. Ends with a finish reason, or with none when a signal came. */
+static bool decode(struct program *p, struct error *e)
+{
+    struct result *r = &p->result;
+    int64_t limit = p->o.predict < 0 ? INT64_MAX : p->o.predict, ctx = engine_ctx(p->engine);
+    bool stopped = false;
+    r->finish_reason = "length";
+    for (int64_t count = 0; count < limit; count++) {
+        if (stop_now) return r->finish_reason = NULL, true;
+        if (count > 0) {               /* the token before this one takes the next position */
+            if ((int64_t)p->tokens.len > ctx) return r->finish_reason = "context", true;
+            if (!engine_step(p->engine, &p->sequence, &p->tokens.data[p->tokens.len - 1], 1, e)) return false;
+            p->steps++;
+        }
+        const float *logits = sequence_logits(p->sequence);
+        int32_t id = sampler_pick(p->sampler, logits, p->tokens.len, p->tokens.data, p->tokens.len, e);
+        if (id < 0) return false;
+        if (!p->o.ignore_eos && tokenizer_is_end(p->tokenizer, id)) return r->finish_reason = "stop", true;
+        if (p->o.logprobs >= 0 && !keep_logprobs(p, logits, id, (size_t)count, e)) return false;
+        if (!ids_add(&p->tokens, id)) return fail(e, GEN_RUN, "cannot allocate memory for the generated tokens");
+        if (!stream_add(p->stream, id, &stopped, e)) return false;
+        if (stopped) return r->finish_reason = "stop", true;
+    }
+    return true;
+}
+
+/* Computes the prompt, then the answer; both are timed. */
+static bool generate(struct program *p, struct error *e)
+{
+    struct result *r = &p->result;
+    if (!sequence_open(&p->sequence, p->engine, e)) return false;
+    double start = now_seconds();
+    if (!sequence_sync(p->sequence, p->tokens.data, (int64_t)p->n_prompt, &r->cached_tokens, &stop_now, e)) return false;
+    progress("prefill", 1);
+    r->prefill_s = now_seconds() - start;
+    if (p->o.display_prompt && !stop_now && !show_prompt_before_answer(p, e)) return false;
+    bool ok = decode(p, e) && stream_end(p->stream, e);
+    r->decode_s = now_seconds() - start - r->prefill_s;
+    if (isatty(STDOUT_FILENO) && !p->o.json && !stream_at_line_start(p->stream) && !(!ok && e->code == GEN_OK)) {
+        struct error ignored;
+        output_write("\n", 1, ok ? e : &ignored);
+    }
+    return ok;
+}
+
+static bool print_json(struct program *p, struct error *e)
+{
+    struct result *r = &p->result;
+    struct bytes out = { 0 };
+    const float *logits = sequence_logits(p->sequence);
+    r->text = stream_text(p->stream)->data;
+    r->text_len = stream_text(p->stream)->len;
+    if (!r->text) r->text = "";
+    r->tokens = p->tokens.data + p->n_prompt;
+    r->n_tokens = p->tokens.len - p->n_prompt;
+    r->prompt_tokens = (int64_t)p->n_prompt;
+    r->layout = p->o.layout;
+    r->type_k = p->o.type_k;
+    r->type_v = p->o.type_v;
+    r->kv = engine_kv_usage(p->engine);
+    r->seed = p->o.seed;
+    r->n_top = p->o.logprobs;
+    r->logprobs = p->logprobs;
+    if (logits) sha256_hex(logits, (size_t)p->model->n_vocab * sizeof *logits, r->logits_sha256);
+    bool ok = result_json(&out, r, p->tokenizer, e) && output_write(out.data, out.len, e);
+    bytes_free(&out);
+    return ok;
+}
+
+static void print_summary(const struct program *p)
+{
+    const struct result *r = &p->result;
+    struct kv_usage kv = engine_kv_usage(p->engine);
+    size_t generated = p->tokens.len - p->n_prompt;
+    char a[32], b[32];
+    double prefill = (double)((int64_t)p->n_prompt - r->cached_tokens) / (r->prefill_s > 0 ? r->prefill_s : 1e-9);
+    double speed = (double)p->steps / (r->decode_s > 0 ? r->decode_s : 1e-9);
+    note(p, "prompt %zu tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, KV cache %s of %s", p->n_prompt,
+         (long long)r->cached_tokens, prefill, generated, speed, human_bytes((double)kv.bytes_used, a),
+         human_bytes((double)kv.bytes_reserved, b));
+}
+
+static bool run_generate(struct program *p, struct error *e)
+{
+    int64_t ctx;
+    if (!read_prompt(p, e) || !open_tokenizer(p, e) || !encode_prompt(p, e)) return false;
+    if (p->n_prompt == 0)
+        return fail(e, GEN_USAGE, "the prompt is empty, and no start token stands in for it: give some text with -p");
+    if (!open_model(p, p->o.ctx, e) || !choose_context(p, p->o.ctx, &ctx, e)) return false;
+    if ((int64_t)p->n_prompt > ctx)
+        return fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: raise --ctx-size or shorten the prompt",
+                    p->n_prompt, (long long)ctx);
+    if (!prepare(p, e) || !open_engine(p, ctx, e)) return false;
+    warn_of_unread_input(p);
+    catch_signals();
+    if (!generate(p, e) || (p->o.json && !print_json(p, e))) return false;
+    print_summary(p);
+    return true;
+}
+
+/* ---- the other tasks ---------------------------------------------------------------------------------------------- */
+
+static bool print(struct bytes *out, struct error *e)
+{
+    bool ok = output_write(out->data, out->len, e);
+    bytes_free(out);
+    return ok;
+}
+
+/* The prompt as the model gets it: the start token's text is put in front where a start token is. */
+static bool run_show_prompt(struct program *p, struct error *e)
+{
+    if (!read_prompt(p, e) || !open_tokenizer(p, e) || !encode_prompt(p, e)) return false;
+    int32_t bos = tokenizer_bos(p->tokenizer);
+    bool ok = true;
+    if (p->n_prompt && bos >= 0 && p->tokens.data[0] == bos) {
+        struct gguf_str text = tokenizer_text(p->tokenizer, bos);
+        bool spelled = !p->o.no_parse_special && p->prompt.len >= text.len && memcmp(p->prompt.data, text.ptr, text.len) == 0;
+        ok = spelled || output_write(text.ptr, text.len, e);
+    }
+    return ok && output_write(p->prompt.data, p->prompt.len, e) && (!isatty(STDOUT_FILENO) || output_write("\n", 1, e));
+}
+
+/* Adds text that stays on one line: \n, \t, \\, and \xNN for each byte of other control characters, of Unicode's line
+ * separators and of what is not UTF-8. */
+static bool escaped_add(struct bytes *out, struct gguf_str s)
+{
+    bool ok = true;
+    for (size_t i = 0; ok && i < s.len;) {
+        utf8proc_int32_t c = -1;
+        utf8proc_ssize_t n = utf8proc_iterate((const utf8proc_uint8_t *)s.ptr + i, (utf8proc_ssize_t)(s.len - i), &c);
+        bool plain = n > 0 && c >= 0x20 && !(c >= 0x7F && c < 0xA0) && c != 0x2028 && c != 0x2029;
+        if (n < 1) n = 1;
+        if (c == '\n') ok = bytes_add(out, "\\n", 2);
+        else if (c == '\t') ok = bytes_add(out, "\\t", 2);
+        else if (c == '\\') ok = bytes_add(out, "\\\\", 2);
+        else if (plain) ok = bytes_add(out, s.ptr + i, (size_t)n);
+        else for (int k = 0; k < n; k++) ok = ok && bytes_printf(out, "\\x%02X", (unsigned char)s.ptr[i + k]);
+        i += (size_t)n;
+    }
+    return ok;
+}
+
+static bool run_dump_tokens(struct program *p, struct error *e)
+{
+    struct bytes out = { 0 };
+    bool ok = read_prompt(p, e) && open_tokenizer(p, e) && encode_prompt(p, e);
+    for (size_t i = 0; ok && i < p->tokens.len; i++) {
+        int32_t id = p->tokens.data[i];
+        ok = (bytes_printf(&out, "%d\t", id) && escaped_add(&out, tokenizer_piece(p->tokenizer, id, true)) && bytes_add(&out, "\n", 1))
+          || fail(e, GEN_RUN, "cannot allocate memory for the tokens");
+        if (ok && (out.len > 1 << 16 || i + 1 == p->tokens.len)) ok = output_write(out.data, out.len, e), out.len = 0;
+    }
+    bytes_free(&out);
+    return ok;
+}
+
+static bool run_perplexity(struct program *p, struct error *e)
+{
+    const struct options *o = &p->o;
+    struct perplexity_options po = { .chunks = o->chunks, .save = o->save_logits, .base = o->kl_base, .progress = progress,
+                                     .stop = &stop_now };
+    struct perplexity result;
+    struct bytes out = { 0 };
+    int64_t ctx;
+    if (!read_text(o->perplexity, &p->prompt, e) || !open_tokenizer(p, e)) return false;
+    struct span text = { p->prompt.len ? p->prompt.data : "", p->prompt.len, false };
+    if (!tokenizer_encode(p->tokenizer, &text, 1, true, &p->tokens, e)) return false;
+    bytes_free(&p->prompt);
+    if (!open_model(p, o->ctx, e)) return false;
+    po.window = !options_given(o, "ctx-size") ? 512 : o->ctx ? o->ctx : p->model->n_ctx;
+    if (po.window < 4 || po.window > p->model->n_ctx)
+        return fail(e, GEN_USAGE, "--ctx-size %lld is not possible as the size of a window: it takes 4 to %d tokens, the model's context",
+                    (long long)po.window, p->model->n_ctx);
+    if (!choose_context(p, po.window, &ctx, e) || !open_engine(p, ctx, e)) return false;
+    catch_signals();
+    bool ok = perplexity_measure(&result, p->engine, p->tokenizer, p->tokens.data, p->tokens.len, &po, e);
+    progress("perplexity", 1);
+    return ok && perplexity_print(&out, &result, po.window, o->json, e) && print(&out, e);
+}
+
+static bool run_inspect(struct program *p, struct error *e)
+{
+    struct bytes out = { 0 };
+    return open_file(p, e) && inspect_file(&out, p->file, p->o.json, e) && print(&out, e);
+}
+
+static bool run_dry_run(struct program *p, struct error *e)
+{
+    struct bytes out = { 0 };
+    struct engine_options eo = engine_options(p, p->o.ctx);
+    return open_file(p, e) && open_model(p, p->o.ctx, e) && inspect_run(&out, p->model, &eo, p->o.json, e) && print(&out, e);
+}
+
+static bool run_check_tensors(struct program *p, struct error *e)
+{
+    struct bytes out = { 0 };
+    bool ok = open_file(p, e) && inspect_tensors(&out, p->file, progress, e);
+    return ok && print(&out, e);
+}
+
+static bool run_help(struct program *p, struct error *e)
+{
+    struct bytes out = { 0 };
+    return usage_help(&out, p->o.help_topic, e) && print(&out, e);
+}
+
+static bool run_version(struct program *p, struct error *e)
+{
+    struct bytes out = { 0 };
+    (void)p;
+    return (bytes_printf(&out, "gen %s\n", GEN_VERSION) || fail(e, GEN_RUN, "cannot allocate memory")) && print(&out, e);
+}
+
+static bool run_completion(struct program *p, struct error *e)
+{
+    struct bytes out = { 0 };
+    return usage_completion(&out, p->o.shell, e) && print(&out, e);
+}
+
+static bool (*const tasks[])(struct program *p, struct error *e) = {
+    [MODE_GENERATE] = run_generate, [MODE_SHOW_PROMPT] = run_show_prompt, [MODE_DUMP_TOKENS] = run_dump_tokens,
+    [MODE_PERPLEXITY] = run_perplexity, [MODE_INSPECT] = run_inspect, [MODE_DRY_RUN] = run_dry_run,
+    [MODE_CHECK_TENSORS] = run_check_tensors, [MODE_HELP] = run_help, [MODE_VERSION] = run_version,
+    [MODE_COMPLETION] = run_completion,
+};
+
+static void close_program(struct program *p)
+{
+    stream_close(p->stream);
+    sampler_close(p->sampler);
+    sequence_close(p->sequence);
+    engine_close(p->engine);
+    tokenizer_close(p->tokenizer);
+    model_close(p->model);
+    if (p->file) gguf_close(p->file);
+    free(p->logprobs);
+    ids_free(&p->tokens);
+    bytes_free(&p->prompt);
+    options_free(&p->o);
+}
+
+/* A standard file that is closed must not become the number of another file; using it stays an error. */
+static void hold_standard_files(void)
+{
+    for (int file = STDIN_FILENO; file <= STDERR_FILENO; file++)
+        if (fcntl(file, F_GETFD) < 0) open("/dev/null", file == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+}
+
+int main(int argc, char **argv)
+{
+    struct program p = { .begun = now_seconds() };
+    struct error e = { 0 };
+    hold_standard_files();
+    signal(SIGPIPE, SIG_IGN);
+    bool ok = options_parse(&p.o, argc, argv, &e);
+    bar.wanted = ok && !p.o.quiet && isatty(STDERR_FILENO);
+    ok = ok && tasks[p.o.mode](&p, &e);
+    if (bar.shown) fputs("\r\033[K", stderr);
+    close_program(&p);
+    if (caught) {
+        signal(caught, SIG_DFL);
+        raise(caught);
+    }
+    if (!ok && e.code != GEN_OK) fprintf(stderr, "gen: %s\n", e.text);
+    return ok ? GEN_OK : e.code;
+}

@@ -1,0 +1,276 @@
+/* inspect.c - summaries of a model file, estimates of memory, and the check of all tensors. */
+#include "inspect.h"
+
+#include "batch.h"
+#include "json.h"
+#include "memory.h"
+#include "output.h"
+
+#include <jansson.h>
+#include <limits.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const char *human_bytes(double n, char out[32])
+{
+    static const char *const unit[] = { "bytes", "kB", "MB", "GB", "TB", "PB", "EB" };
+    int i = 0;
+    for (; n >= 999.5 && i < 6; i++) n /= 1000;
+    snprintf(out, 32, i && n < 99.5 ? "%.1f %s" : "%.0f %s", n, unit[i]);
+    return out;
+}
+
+static uint64_t tensor_bytes(const struct gguf *g)
+{
+    uint64_t sum = 0;
+    for (size_t i = 0; i < gguf_tensor_count(g); i++) sum += gguf_tensor_at(g, i)->size;
+    return sum;
+}
+
+static uint64_t elements(const struct gguf_tensor *t) { return t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3]; }
+
+/* ---- a file */
+
+static void put_text(json_t *object, const char *label, const struct gguf *g, const char *key)
+{
+    struct error ignored;
+    struct gguf_str s = { NULL, 0 };
+    if (gguf_get_str(g, key, &s, &ignored) && s.ptr) json_object_set_new(object, label, json_text(s.ptr, s.len));
+}
+
+/* Puts the number of a key; "%s" in the key stands for the architecture. Absent and other than one number: nothing. */
+static void put_number(json_t *object, const char *label, const struct gguf *g, struct gguf_str arch, const char *key)
+{
+    struct error ignored;
+    char name[200];
+    uint64_t n = UINT64_MAX;
+    snprintf(name, sizeof name, "%.*s%s", (int)(arch.len < 100 ? arch.len : 100), arch.len ? arch.ptr : "", key);
+    if (gguf_get_u64(g, name, &n, &ignored) && n <= INT64_MAX) json_object_set_new(object, label, json_integer((json_int_t)n));
+}
+
+/* Counts the tensors of each type: {"Q4_1": {"tensors": 210, "bytes": ...}, ...} */
+static json_t *types(const struct gguf *g)
+{
+    json_t *types = json_object();
+    for (size_t i = 0; i < gguf_tensor_count(g); i++) {
+        const struct gguf_tensor *t = gguf_tensor_at(g, i);
+        json_t *type = json_object_get(types, type_name(t->type));
+        json_int_t count = json_integer_value(json_object_get(type, "tensors"));
+        json_int_t bytes = json_integer_value(json_object_get(type, "bytes"));
+        json_object_set_new(types, type_name(t->type), json_pack("{s:I, s:I}", "tensors", count + 1, "bytes",
+                                                                 bytes + (json_int_t)t->size));
+    }
+    return types;
+}
+
+static json_t *file_object(const struct gguf *g)
+{
+    static const struct { const char *label, *key; } of_arch[] = {
+        { "layers", ".block_count" }, { "embedding", ".embedding_length" }, { "feed_forward", ".feed_forward_length" },
+        { "heads", ".attention.head_count" }, { "kv_heads", ".attention.head_count_kv" },
+        { "key_size", ".attention.key_length" }, { "value_size", ".attention.value_length" },
+        { "window", ".attention.sliding_window" }, { "context", ".context_length" },
+    };
+    struct error ignored;
+    struct gguf_str arch = { NULL, 0 };
+    json_t *o = json_object();
+    uint64_t parameters = 0;
+    json_object_set_new(o, "file", json_text(gguf_path(g), strlen(gguf_path(g))));
+    json_object_set_new(o, "gguf_version", json_integer(gguf_version(g)));
+    put_text(o, "architecture", g, "general.architecture");
+    put_text(o, "name", g, "general.name");
+    if (!gguf_get_str(g, "general.architecture", &arch, &ignored)) arch = (struct gguf_str){ NULL, 0 };
+    for (size_t i = 0; i < sizeof of_arch / sizeof *of_arch; i++) put_number(o, of_arch[i].label, g, arch, of_arch[i].key);
+    const struct gguf_value *tokens = gguf_find(g, "tokenizer.ggml.tokens");
+    put_text(o, "tokenizer", g, "tokenizer.ggml.model");
+    put_text(o, "pretokenizer", g, "tokenizer.ggml.pre");
+    if (tokens) json_object_set_new(o, "vocabulary", json_integer((json_int_t)tokens->count));
+    put_number(o, "bos", g, (struct gguf_str){ NULL, 0 }, "tokenizer.ggml.bos_token_id");
+    put_number(o, "eos", g, (struct gguf_str){ NULL, 0 }, "tokenizer.ggml.eos_token_id");
+    json_object_set_new(o, "chat_template", json_boolean(gguf_find(g, "tokenizer.chat_template") != NULL));
+    for (size_t i = 0; i < gguf_tensor_count(g); i++) parameters += elements(gguf_tensor_at(g, i));
+    json_object_set_new(o, "tensors", json_integer((json_int_t)gguf_tensor_count(g)));
+    json_object_set_new(o, "parameters", json_integer((json_int_t)parameters));
+    json_object_set_new(o, "tensor_bytes", json_integer((json_int_t)tensor_bytes(g)));
+    json_object_set_new(o, "file_bytes", json_integer((json_int_t)gguf_file_bytes(g)));
+    json_object_set_new(o, "types", types(g));
+    return o;
+}
+
+/* One line per member: label, value; a line per type of tensor. */
+static bool file_lines(struct bytes *out, json_t *object)
+{
+    const char *label, *type;
+    json_t *value, *count;
+    char size[32];
+    bool ok = true;
+    json_object_foreach(object, label, value) {
+        if (json_is_object(value)) {
+            json_object_foreach(value, type, count) {
+                json_int_t bytes = json_integer_value(json_object_get(count, "bytes"));
+                ok = ok && bytes_printf(out, "%-14s  %lld tensors, %s\n", type,
+                                        json_integer_value(json_object_get(count, "tensors")), human_bytes((double)bytes, size));
+            }
+            continue;
+        }
+        ok = ok && bytes_printf(out, "%-14s  ", label);
+        if (json_is_string(value)) ok = ok && visible_add(out, json_string_value(value), json_string_length(value));
+        else if (json_is_boolean(value)) ok = ok && bytes_printf(out, "%s", json_is_true(value) ? "yes" : "no");
+        else if (strstr(label, "bytes"))
+            ok = ok && bytes_printf(out, "%lld (%s)", json_integer_value(value), human_bytes((double)json_integer_value(value), size));
+        else ok = ok && bytes_printf(out, "%lld", json_integer_value(value));
+        ok = ok && bytes_add(out, "\n", 1);
+    }
+    return ok;
+}
+
+bool inspect_file(struct bytes *out, const struct gguf *g, bool json, struct error *e)
+{
+    json_t *object = file_object(g);
+    if (json) return json_line(out, object, e);
+    bool ok = object && file_lines(out, object);
+    json_decref(object);
+    return ok || fail(e, GEN_RUN, "cannot allocate memory for the summary");
+}
+
+/* ---- a run */
+
+uint64_t cache_room(const struct model *m)
+{
+    uint64_t available = memory_available(), taken = tensor_bytes(m->file) + (64u << 20);
+    return available > taken ? available - taken : 0;
+}
+
+static bool fits(const struct model *m, struct engine_options o, int64_t ctx, uint64_t room)
+{
+    struct kv_usage usage;
+    struct error ignored;
+    o.ctx = ctx;
+    return engine_estimate(m, &o, &usage, &ignored) && usage.bytes_reserved <= room;
+}
+
+int64_t largest_context(const struct model *m, const struct engine_options *o, int64_t most, uint64_t room)
+{
+    if (fits(m, *o, most, room)) return most;
+    int64_t low = 0, high = most / KV_BLOCK;         /* in blocks: low fits, more than high is not asked for */
+    while (low < high) {
+        int64_t middle = low + (high - low + 1) / 2;
+        if (fits(m, *o, middle * KV_BLOCK, room)) low = middle;
+        else high = middle - 1;
+    }
+    return low * KV_BLOCK;
+}
+
+/* What a cache of one pair of types takes. */
+struct estimate { enum kv_type k, v; double formula; struct kv_usage usage; int64_t largest; };
+
+static bool estimate(struct estimate *s, const struct model *m, struct engine_options o, enum kv_type k, enum kv_type v,
+                     struct error *e)
+{
+    *s = (struct estimate){ .k = k, .v = v };
+    o.type_k = k;
+    o.type_v = v;
+    s->formula = (double)m->n_layer * m->n_kv * o.ctx * ((double)m->head_k * kv_type_bytes(k) + (double)m->head_v * kv_type_bytes(v));
+    s->largest = largest_context(m, &o, INT_MAX / KV_BLOCK * KV_BLOCK, cache_room(m));
+    return engine_estimate(m, &o, &s->usage, e);
+}
+
+static json_t *run_object(const struct model *m, int64_t ctx, uint64_t available, const struct estimate *s, int n)
+{
+    json_t *cache = json_array();
+    for (int i = 0; i < n; i++)
+        json_array_append_new(cache, json_pack("{s:s, s:s, s:f, s:I, s:I, s:I}", "type_k", kv_type_name(s[i].k), "type_v",
+                                               kv_type_name(s[i].v), "formula_bytes", s[i].formula, "reserved_bytes",
+                                               (json_int_t)s[i].usage.bytes_reserved, "bytes_per_token",
+                                               (json_int_t)s[i].usage.bytes_per_token, "largest_ctx", (json_int_t)s[i].largest));
+    return json_pack("{s:I, s:I, s:I, s:I, s:o}", "weight_bytes", (json_int_t)tensor_bytes(m->file), "ctx", (json_int_t)ctx,
+                     "model_ctx", (json_int_t)m->n_ctx, "memory_available", (json_int_t)(available >> 1 > INT64_MAX >> 1 ? INT64_MAX : available),
+                     "cache", cache);
+}
+
+static bool run_lines(struct bytes *out, const struct model *m, int64_t ctx, uint64_t available, const struct estimate *s, int n)
+{
+    char a[32], b[32];
+    bool ok = bytes_printf(out, "weights          %s in %zu tensors\n", human_bytes((double)tensor_bytes(m->file), a),
+                           gguf_tensor_count(m->file));
+    ok = ok && bytes_printf(out, "memory           %s available\n", available == UINT64_MAX ? "unknown" : human_bytes((double)available, a));
+    ok = ok && bytes_printf(out, "context          %lld tokens (the model's: %d)\n", (long long)ctx, m->n_ctx);
+    if (m->head_k == m->head_v)
+        ok = ok && bytes_printf(out, "cache            2 * %d layers * %d KV heads * %d head size * %lld tokens * bytes of the type\n",
+                                m->n_layer, m->n_kv, m->head_k, (long long)ctx);
+    else
+        ok = ok && bytes_printf(out, "cache            %d layers * %d KV heads * (%d key + %d value size) * %lld tokens * bytes of the "
+                                     "types\n", m->n_layer, m->n_kv, m->head_k, m->head_v, (long long)ctx);
+    for (int i = 0; ok && i < n; i++)
+        ok = bytes_printf(out, "  -ctk %s -ctv %s  %.0f bytes (%s); reserved %zu (%s); largest context that fits memory %lld tokens\n",
+                          kv_type_name(s[i].k), kv_type_name(s[i].v), s[i].formula, human_bytes(s[i].formula, a),
+                          s[i].usage.bytes_reserved, human_bytes((double)s[i].usage.bytes_reserved, b), (long long)s[i].largest);
+    return ok;
+}
+
+bool inspect_run(struct bytes *out, const struct model *m, const struct engine_options *o, bool json, struct error *e)
+{
+    struct estimate s[4];
+    struct engine_options asked = *o;
+    uint64_t available = memory_available();
+    int n = 0;
+    if (!asked.ctx) asked.ctx = m->n_ctx;
+    for (int k = KV_F32; k <= KV_F16; k++)
+        for (int v = KV_F32; v <= KV_F16; v++) {
+            bool shown = k == v || (k == (int)o->type_k && v == (int)o->type_v);
+            if (shown && !estimate(&s[n++], m, asked, k, v, e)) return false;
+        }
+    if (json) return json_line(out, run_object(m, asked.ctx, available, s, n), e);
+    return run_lines(out, m, asked.ctx, available, s, n) || fail(e, GEN_RUN, "cannot allocate memory for the summary");
+}
+
+/* ---- all tensors */
+
+enum { PIECE = 1 << 16 };              /* weights read at a time; a multiple of every block size */
+
+/* Counts the values of a tensor that are not finite. */
+static bool count_bad(const struct gguf *g, const struct gguf_tensor *t, uint8_t *raw, float *values, uint64_t *bad, struct error *e)
+{
+    const struct type_info *type = type_info(t->type);
+    uint64_t n = elements(t);
+    for (uint64_t i = 0; i < n; i += PIECE) {
+        size_t count = n - i < PIECE ? (size_t)(n - i) : PIECE, block = (size_t)type->block;
+        if (!gguf_read(g, t, (size_t)(i / block) * (size_t)type->bytes, raw, count / block * (size_t)type->bytes, e)) return false;
+        type->dequantise(raw, values, count);
+        for (size_t k = 0; k < count; k++) *bad += !isfinite(values[k]);
+    }
+    return true;
+}
+
+bool inspect_tensors(struct bytes *out, const struct gguf *g, void (*progress)(const char *what, double done), struct error *e)
+{
+    struct bytes found = { 0 };
+    uint64_t done = 0, all = tensor_bytes(g);
+    size_t n = gguf_tensor_count(g), n_bad = 0;
+    char size[32];
+    uint8_t *raw = alloc_zeroed(PIECE, sizeof(float), "tensor data", e);
+    float *values = raw ? alloc_zeroed(PIECE, sizeof(float), "tensor data", e) : NULL;
+    bool ok = values != NULL;
+    for (size_t i = 0; ok && i < n; i++) {
+        const struct gguf_tensor *t = gguf_tensor_at(g, i);
+        uint64_t bad = 0;
+        ok = count_bad(g, t, raw, values, &bad, e);
+        if (bad && n_bad++ < 5)
+            bytes_printf(&found, "%s%.*s (%llu)", n_bad > 1 ? ", " : "", (int)(t->name.len < 70 ? t->name.len : 70), t->name.ptr,
+                         (unsigned long long)bad);
+        done += t->size;
+        if (progress) progress("checking", all ? (double)done / (double)all : 1);
+    }
+    if (ok && n_bad)
+        ok = fail(e, GEN_MODEL, "%s: %zu of %zu tensors hold values that are not finite: %s%s", gguf_path(g), n_bad, n,
+                  found.data ? found.data : "", n_bad > 5 ? ", ..." : "");
+    else if (ok)
+        ok = bytes_printf(out, "%zu tensors, %s: all values are finite\n", n, human_bytes((double)all, size))
+          || fail(e, GEN_RUN, "cannot allocate memory for the result");
+    bytes_free(&found);
+    free(raw);
+    free(values);
+    return ok;
+}

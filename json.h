@@ -1,0 +1,14 @@
+/* json.h - writing JSON: what every object that gen prints has in common. */
+#ifndef JSON_H
+#define JSON_H
+
+#include "base.h"
+
+struct json_t;                         /* Jansson's */
+
+/* Appends a value on one line, with a line end, and frees it; NULL counts as memory that was out (GEN_RUN). */
+bool json_line(struct bytes *out, struct json_t *value, struct error *e);
+/* Any bytes as a string: what is not UTF-8 becomes U+FFFD. */
+struct json_t *json_text(const char *text, size_t n);
+
+#endif

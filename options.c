@@ -1,0 +1,452 @@
+/* options.c - the option table, and the parser that it drives.
+ *
+ * A word with two dashes is an exact long name, one with one dash an exact name or a letter with its number attached (-n5);
+ * a value follows as the next word or after '='. Nothing is abbreviated. */
+#include "options.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const char *const option_groups[N_GROUPS][2] = {
+    [GROUP_MODEL] = { "model", "Model and machine" },
+    [GROUP_PROMPT] = { "prompt", "Prompt" },
+    [GROUP_GENERATION] = { "generation", "Generation" },
+    [GROUP_SAMPLING] = { "sampling", "Sampling" },
+    [GROUP_CACHE] = { "cache", "Key-value cache" },
+    [GROUP_OUTPUT] = { "output", "Output" },
+    [GROUP_MEASURE] = { "measure", "Measuring" },
+    [GROUP_INFORMATION] = { "information", "Information" },
+};
+
+#define AT(field) offsetof(struct options, field)
+#define IN(mode) (1u << MODE_##mode)
+#define PROMPTS (IN(GENERATE) | IN(SHOW_PROMPT) | IN(DUMP_TOKENS) | IN(DRY_RUN))
+#define ANSWERS (IN(GENERATE) | IN(DRY_RUN))
+#define JSON_MODES (IN(GENERATE) | IN(PERPLEXITY) | IN(INSPECT) | IN(DRY_RUN))
+#define ABOVE_0 1e-30                  /* as a lower bound, shown as "above 0" */
+#define MOST_TOKENS INT_MAX
+#define SAMPLING(field) AT(sampling.field)
+
+/* group, name, letter, argument, preset, kind, lo, hi, field, mode, modes, help */
+const struct option_row option_table[] = {
+    { GROUP_MODEL, "model", 'm', "FILE", NULL, OPT_TEXT, 0, 0, AT(model), 0, 0,
+      "GGUF model file; of a split model the first file. Without it GEN_MODEL names the file, else "
+      "weights/SmolLM2-135M-Instruct.Q4_1.gguf is used, beside the program or in the current directory." },
+    { GROUP_MODEL, "no-mmap", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_mmap), 0, 0,
+      "Read the file into memory instead of mapping it." },
+    { GROUP_MODEL, "threads", 't', "N", "0", OPT_INT, 0, 1024, AT(threads), 0, 0,
+      "Threads; 0 = the cores that this process may use, which are also the most." },
+    { GROUP_MODEL, "batch-size", 'b', "N", NULL, OPT_INT, 1, 65536, AT(batch), 0, 0,
+      "Tokens of the prompt that are computed together. Chosen when not given; results never depend on it." },
+    { GROUP_MODEL, "backend", 0, "auto|cpu", "auto", OPT_CHOICE, 0, 0, AT(backend), 0, 0, "What computes." },
+    { GROUP_MODEL, "rope-freq-base", 0, "X", NULL, OPT_DOUBLE, ABOVE_0, DBL_MAX, AT(rope_freq_base), 0, 0,
+      "Base of the rotary position angles, instead of the file's." },
+    { GROUP_MODEL, "rope-scale", 0, "X", NULL, OPT_DOUBLE, ABOVE_0, DBL_MAX, AT(rope_scale), 0, 0,
+      "Divide positions by X, instead of the file's scaling." },
+
+    { GROUP_PROMPT, "prompt", 'p', "TEXT", NULL, OPT_ANY_TEXT, 0, 0, AT(prompt), 0, PROMPTS,
+      "Raw text that the model continues." },
+    { GROUP_PROMPT, "file", 'f', "FILE", NULL, OPT_TEXT, 0, 0, AT(file), 0, PROMPTS,
+      "Read the prompt from FILE, - is standard input; after the text of -p. A byte order mark and one final line end are "
+      "dropped. Without -p and -f, standard input is the prompt unless it is a terminal; with them it is read only where - "
+      "names it (a word - alone appends it)." },
+    { GROUP_PROMPT, "no-bos", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_bos), 0, PROMPTS,
+      "Put no start token in front of the prompt." },
+    { GROUP_PROMPT, "no-parse-special", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_parse_special), 0, PROMPTS,
+      "Text that spells a control token stays text." },
+    { GROUP_PROMPT, "show-prompt", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_SHOW_PROMPT, 0,
+      "Print the prompt as the model gets it, start token included, and stop. A file with a vocabulary alone will do." },
+    { GROUP_PROMPT, "dump-tokens", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_DUMP_TOKENS, 0,
+      "Print the prompt's tokens, one per line as id<TAB>text, and stop. In the text \\n, \\t, \\\\ and \\xNN stand for line end, "
+      "tab, backslash and for control and invalid bytes. A file with a vocabulary alone will do." },
+
+    { GROUP_GENERATION, "predict", 'n', "N", "512", OPT_LONG, -2, MOST_TOKENS, AT(predict), 0, 0,
+      "New tokens at most. -1: until the model ends its text; -2: the same, or until the context is full; 0: only read the "
+      "prompt. A full context ends every run." },
+    { GROUP_GENERATION, "ctx-size", 'c', "N", "0", OPT_LONG, 0, MOST_TOKENS, AT(ctx), 0, 0,
+      "Context in tokens, prompt and answer together (a prompt of N tokens still gives one new one). 0 = the model's, lowered "
+      "with a note if its cache does not fit memory. With --perplexity the size of a window, 512 if not given." },
+    { GROUP_GENERATION, "stop", 'r', "TEXT", NULL, OPT_TEXTS, 0, 0, AT(stops), 0, 0,
+      "End the answer where it says TEXT, which is not printed. May be repeated." },
+    { GROUP_GENERATION, "ignore-eos", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(ignore_eos), 0, 0,
+      "Go on past the tokens by which the model ends its text." },
+
+    { GROUP_SAMPLING, "seed", 's', "N", "-1", OPT_LONG, -1, 0x1p53, AT(seed), 0, 0,
+      "Seed of the random draws; -1 = a random one, told on standard error so that the run can be repeated." },
+    { GROUP_SAMPLING, "temp", 0, "X", "0.8", OPT_FLOAT, 0, FLT_MAX, SAMPLING(temperature), 0, 0,
+      "Temperature; 0 = always the most likely token." },
+    { GROUP_SAMPLING, "top-k", 0, "N", "40", OPT_INT, 0, INT_MAX, SAMPLING(top_k), 0, 0,
+      "Keep the N most likely tokens; 0 = off." },
+    { GROUP_SAMPLING, "top-p", 0, "X", "0.95", OPT_FLOAT, 0, 1, SAMPLING(top_p), 0, 0,
+      "Keep the most likely tokens that together have the probability X; 1 = off." },
+    { GROUP_SAMPLING, "min-p", 0, "X", "0.05", OPT_FLOAT, 0, FLT_MAX, SAMPLING(min_p), 0, 0,
+      "Keep tokens at least X times as likely as the best; 0 = off." },
+    { GROUP_SAMPLING, "typical-p", 0, "X", "1", OPT_FLOAT, 0, 1, SAMPLING(typical_p), 0, 0,
+      "Keep the most typical tokens that together have the probability X; 1 = off." },
+    { GROUP_SAMPLING, "repeat-penalty", 0, "X", "1", OPT_FLOAT, ABOVE_0, FLT_MAX, SAMPLING(repeat_penalty), 0, 0,
+      "Make tokens that occurred less likely; 1 = off." },
+    { GROUP_SAMPLING, "repeat-last-n", 0, "N", "64", OPT_INT, -1, INT_MAX, SAMPLING(repeat_last_n), 0, 0,
+      "Tokens that the penalties look back on; 0 = off, -1 = all." },
+    { GROUP_SAMPLING, "presence-penalty", 0, "X", "0", OPT_FLOAT, -FLT_MAX, FLT_MAX, SAMPLING(presence_penalty), 0, 0,
+      "Taken once from the logit of a token that occurred; 0 = off." },
+    { GROUP_SAMPLING, "frequency-penalty", 0, "X", "0", OPT_FLOAT, -FLT_MAX, FLT_MAX, SAMPLING(frequency_penalty), 0, 0,
+      "Taken from the logit of a token for each time it occurred; 0 = off." },
+    { GROUP_SAMPLING, "logit-bias", 'l', "ID+X", NULL, OPT_BIAS, 0, 0, SAMPLING(bias), 0, 0,
+      "Add X to the logit of token ID; ID-X takes it away, ID-inf forbids the token. May be repeated." },
+
+    { GROUP_CACHE, "kv-layout", 0, "paged|contiguous", "paged", OPT_CHOICE, 0, 0, AT(layout), 0, 0,
+      "How the cache lies in memory; results never depend on it." },
+    { GROUP_CACHE, "page-size", 0, "N", "32", OPT_INT, 32, 1 << 20, AT(page_size), 0, 0,
+      "Tokens in a page of the paged layout, a multiple of 32." },
+    { GROUP_CACHE, "ctk", 0, "f32|f16", "f16", OPT_CHOICE, 0, 0, AT(type_k), 0, 0, "Type of the cached keys." },
+    { GROUP_CACHE, "ctv", 0, "f32|f16", "f16", OPT_CHOICE, 0, 0, AT(type_v), 0, 0, "Type of the cached values." },
+    { GROUP_CACHE, "no-kv-cache", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_kv_cache), 0, 0,
+      "Compute the whole text again for each token: the slow baseline, with the same results." },
+
+    { GROUP_OUTPUT, "json", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(json), 0, JSON_MODES,
+      "Print one JSON object instead of text." },
+    { GROUP_OUTPUT, "logprobs", 0, "N", "-1", OPT_INT, 0, 100, AT(logprobs), 0, ANSWERS,
+      "With --json: the log-probability of each token and of the N most likely ones." },
+    { GROUP_OUTPUT, "display-prompt", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(display_prompt), 0, ANSWERS,
+      "Print the prompt before the answer." },
+    { GROUP_OUTPUT, "color", 0, "auto|always|never", "auto", OPT_CHOICE, 0, 0, AT(color), 0, 0,
+      "Tell prompt and answer apart by colour; auto = on a terminal, unless NO_COLOR is set." },
+    { GROUP_OUTPUT, "quiet", 'q', NULL, NULL, OPT_FLAG, 0, 0, AT(quiet), 0, 0,
+      "Nothing on standard error but errors." },
+    { GROUP_OUTPUT, "verbose", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(verbose), 0, 0,
+      "Tell on standard error what is loaded and how it runs." },
+
+    { GROUP_MEASURE, "perplexity", 0, "FILE", NULL, OPT_MODE, 0, 0, AT(perplexity), MODE_PERPLEXITY, 0,
+      "Score a text (- is standard input) in windows of -c tokens, the second half of each, by llama-perplexity's method." },
+    { GROUP_MEASURE, "chunks", 0, "N", NULL, OPT_LONG, 1, INT_MAX, AT(chunks), 0, IN(PERPLEXITY),
+      "Windows at most; all when not given." },
+    { GROUP_MEASURE, "save-logits", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(save_logits), 0, IN(PERPLEXITY),
+      "Write the log-probabilities of the scored tokens to FILE." },
+    { GROUP_MEASURE, "kl-base", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(kl_base), 0, IN(PERPLEXITY),
+      "Compare with the log-probabilities in FILE: mean and 99th percentile of the Kullback-Leibler divergence, and how often "
+      "the most likely token is the same." },
+
+    { GROUP_INFORMATION, "inspect", 0, "[FILE]", NULL, OPT_MODE, 0, 0, AT(inspect), MODE_INSPECT, 0,
+      "Print a summary of a model file and stop." },
+    { GROUP_INFORMATION, "dry-run", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_DRY_RUN, 0,
+      "Print the bytes that the run would take and the largest context that fits memory, and stop." },
+    { GROUP_INFORMATION, "check-tensors", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_CHECK_TENSORS, 0,
+      "Read every tensor, report values that are not finite, and stop." },
+    { GROUP_INFORMATION, "version", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_VERSION, 0, "Print the version and stop." },
+    { GROUP_INFORMATION, "help", 'h', "[GROUP]", NULL, OPT_MODE, 0, 0, AT(help_topic), MODE_HELP, 0,
+      "Print this text, or one group of options (model, prompt, ...), and stop. --help man prints a man page, --help markdown "
+      "the options as a table." },
+    { GROUP_INFORMATION, "completion", 0, "bash|zsh|fish", NULL, OPT_MODE, 0, 0, AT(shell), MODE_COMPLETION, 0,
+      "Print a completion script for the shell and stop." },
+};
+const int n_options = sizeof option_table / sizeof *option_table;
+static_assert(sizeof option_table / sizeof *option_table <= MAX_OPTIONS, "struct options marks the rows that were given");
+
+/* ---- names */
+
+const char *option_display(const struct option_row *row, char buffer[40])
+{
+    buffer[0] = buffer[1] = '-';
+    strcpy(buffer + (!row->letter && strlen(row->name) <= 3 ? 1 : 2), row->name);
+    return buffer;
+}
+
+static const struct option_row *row_of(const char *name, size_t n)
+{
+    for (int i = 0; i < n_options; i++)
+        if (strlen(option_table[i].name) == n && memcmp(option_table[i].name, name, n) == 0) return &option_table[i];
+    return NULL;
+}
+
+static const struct option_row *row_of_letter(char letter)
+{
+    for (int i = 0; i < n_options; i++)
+        if (option_table[i].letter && option_table[i].letter == letter) return &option_table[i];
+    return NULL;
+}
+
+bool options_given(const struct options *o, const char *name)
+{
+    const struct option_row *row = row_of(name, strlen(name));
+    return row && o->given[row - option_table];
+}
+
+/* Levenshtein's distance of two words, at most 39 letters of each. */
+static int distance(const char *a, const char *b)
+{
+    int row[40], n = (int)strnlen(b, 39);
+    for (int j = 0; j <= n; j++) row[j] = j;
+    for (int i = 1; i <= 39 && a[i - 1]; i++) {
+        int corner = row[0];
+        row[0] = i;
+        for (int j = 1; j <= n; j++) {
+            int change = corner + (a[i - 1] != b[j - 1]);
+            corner = row[j];
+            int step = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1;
+            row[j] = change < step ? change : step;
+        }
+    }
+    return row[n];
+}
+
+/* The row whose name is nearest: one that the word begins, else the least changed one. *far = changes needed. */
+static const struct option_row *nearest(const char *word, int *far)
+{
+    const struct option_row *best = NULL;
+    char name[40];
+    size_t n = 0;
+    while (n < 39 && word[n] && word[n] != '=') n++;
+    memcpy(name, word, n);
+    name[n] = '\0';
+    for (int i = 0; i < n_options; i++) {
+        bool begins = n >= 2 && strncmp(option_table[i].name, name, n) == 0;
+        int d = begins ? 0 : distance(name, option_table[i].name);
+        if (!best || d < *far) best = &option_table[i], *far = d;
+    }
+    return best;
+}
+
+static bool unknown(const char *word, struct error *e)
+{
+    char display[40];
+    int far;
+    const struct option_row *row = nearest(word + strspn(word, "-"), &far);
+    return fail(e, GEN_USAGE, "unknown option '%s': the nearest is %s (gen --help lists all)", word, option_display(row, display));
+}
+
+/* ---- values */
+
+/* The place of `value` among the words of "a|b|c", or -1. */
+static int choice(const char *words, const char *value)
+{
+    size_t n = strlen(value);
+    for (int i = 0; *words; i++) {
+        size_t len = strcspn(words, "|");
+        if (len == n && memcmp(words, value, n) == 0) return i;
+        words += len + (words[len] == '|');
+    }
+    return -1;
+}
+
+const char *option_takes(const struct option_row *row, char buffer[160])
+{
+    bool whole = row->kind == OPT_INT || row->kind == OPT_LONG;
+    const char *number = whole ? "a whole number" : "a finite number";
+    bool open = row->hi >= FLT_MAX;
+    bool words = row->arg && strchr(row->arg, '|');
+    if (words) snprintf(buffer, 160, "one of %s", row->arg);
+    else if (row->kind == OPT_BIAS) snprintf(buffer, 160, "a token id and a signed number such as 15+1.5, 15-1 or 15-inf");
+    else if (row->kind == OPT_TEXT || row->kind == OPT_TEXTS || row->kind == OPT_MODE)
+        snprintf(buffer, 160, "a text that is not empty");
+    else if (row->kind == OPT_ANY_TEXT) snprintf(buffer, 160, "a text");
+    else if (open && row->lo <= -FLT_MAX) snprintf(buffer, 160, "%s", number);
+    else if (open && row->lo == ABOVE_0) snprintf(buffer, 160, "%s above 0", number);
+    else if (open) snprintf(buffer, 160, "%s of at least %.17g", number, row->lo);
+    else snprintf(buffer, 160, "%s from %.17g to %.17g", number, row->lo, row->hi);
+    return buffer;
+}
+
+static bool read_whole(const char *text, int64_t *out)
+{
+    char *end;
+    errno = 0;
+    long long value = strtoll(text, &end, 10);
+    *out = value;
+    return strchr("+-0123456789", text[0]) && end != text && *end == '\0' && errno == 0;
+}
+
+/* A decimal number; "inf" too, which the range refuses. */
+static bool read_real(const char *text, double *out)
+{
+    char *end;
+    *out = strtod(text, &end);
+    return strchr("+-.0123456789", text[0]) && end != text && *end == '\0' && !strpbrk(text, "xX");
+}
+
+static bool add_text(struct texts *t, const char *text)
+{
+    const char **data = realloc(t->data, (t->len + 1) * sizeof *data);
+    if (!data) return false;
+    t->data = data;
+    t->data[t->len++] = text;
+    return true;
+}
+
+/* Reads ID+X or ID-X. */
+static bool add_bias(struct sampler_options *s, const char *text, bool *memory)
+{
+    size_t digits = strspn(text, "0123456789");
+    int64_t id = 0;
+    double x = -INFINITY;
+    char number[16] = "";
+    if (!digits || digits >= sizeof number || (text[digits] != '+' && text[digits] != '-')) return false;
+    memcpy(number, text, digits);
+    if (!read_whole(number, &id) || id > INT32_MAX) return false;
+    if (strcmp(text + digits, "-inf") != 0 && (!read_real(text + digits, &x) || !(fabs(x) <= FLT_MAX))) return false;
+    struct logit_bias *bias = realloc((void *)s->bias, (s->n_bias + 1) * sizeof *bias);
+    if (!bias) return *memory = false;
+    bias[s->n_bias++] = (struct logit_bias){ (int32_t)id, (float)x };
+    s->bias = bias;
+    return true;
+}
+
+/* Puts a value into the row's field; false when the option does not take it. *memory becomes false when memory is out. */
+static bool store(struct options *o, const struct option_row *row, const char *value, bool check, bool *memory)
+{
+    void *field = (char *)o + row->at;
+    int64_t whole = 0;
+    double real = 0;
+    switch (row->kind) {
+    case OPT_FLAG: *(bool *)field = true; return true;
+    case OPT_ANY_TEXT: *(const char **)field = value; return true;
+    case OPT_TEXT: *(const char **)field = value; return *value != '\0';
+    case OPT_TEXTS: return *value && (add_text(field, value) || (*memory = false));
+    case OPT_BIAS: return add_bias(&o->sampling, value, memory);
+    case OPT_CHOICE: return (*(int *)field = choice(row->arg, value)) >= 0;
+    case OPT_MODE:
+        if (!row->arg || !value) return true;
+        if (strchr(row->arg, '|')) return (*(int *)field = choice(row->arg, value)) >= 0;
+        *(const char **)field = value;
+        return *value != '\0';
+    case OPT_INT:
+    case OPT_LONG:
+        if (!read_whole(value, &whole) || (check && !(whole >= row->lo && whole <= row->hi))) return false;
+        if (row->kind == OPT_INT) *(int *)field = (int)whole;
+        else *(int64_t *)field = whole;
+        return true;
+    case OPT_FLOAT:
+    case OPT_DOUBLE:
+        if (!read_real(value, &real) || !(real >= row->lo && real <= row->hi)) return false;
+        if (row->kind == OPT_FLOAT) *(float *)field = (float)real;
+        else *(double *)field = real;
+        return true;
+    }
+    return false;
+}
+
+static bool set(struct options *o, const struct option_row *row, const char *value, struct error *e)
+{
+    char name[40], takes[160];
+    bool memory = true;
+    if (row->kind == OPT_MODE && row->mode < MODE_HELP && o->mode != MODE_GENERATE && o->mode != row->mode)
+        return fail(e, GEN_USAGE, "%s cannot be combined with another task given before it", option_display(row, name));
+    if (!store(o, row, value, true, &memory))
+        return memory ? fail(e, GEN_USAGE, "%s '%s' is not possible: it takes %s", option_display(row, name), value,
+                             option_takes(row, takes))
+                      : fail(e, GEN_RUN, "cannot allocate memory for the options");
+    if (row->kind == OPT_MODE) o->mode = row->mode;
+    o->given[row - option_table] = true;
+    return true;
+}
+
+/* ---- words */
+
+/* The row that a word names, and the value attached to it (after '=' or, for a letter, its number), NULL = none. */
+static const struct option_row *match(const char *word, const char **value)
+{
+    const char *name = word + 1;
+    const struct option_row *row;
+    *value = NULL;
+    if (name[0] == '-') name++;
+    size_t n = strcspn(name, "=");
+    if (n > 1 && (row = row_of(name, n))) {
+        if (name[n] == '=') *value = name + n + 1;
+        return row;
+    }
+    if (name != word + 1 || !(row = row_of_letter(name[0]))) return NULL;
+    if (name[1] == '\0') return row;
+    bool number = strspn(name + 1 + strspn(name + 1, "+-"), ".0123456789") > 0;
+    if (!row->arg || !number) return NULL;
+    *value = name + 1;
+    return row;
+}
+
+/* Takes the option at argv[*i], and its value where that is a word of its own. */
+static bool take_option(struct options *o, int argc, char **argv, int *i, struct error *e)
+{
+    const char *word = argv[*i], *value;
+    char name[40], takes[160];
+    const struct option_row *row = match(word, &value);
+    if (!row) return unknown(word, e);
+    if (!row->arg && value) return fail(e, GEN_USAGE, "%s takes no value, but '%s' gives one", option_display(row, name), word);
+    if (row->arg && !value && *i + 1 < argc && (row->arg[0] != '[' || argv[*i + 1][0] != '-')) value = argv[++*i];
+    if (row->arg && !value && row->arg[0] != '[')
+        return fail(e, GEN_USAGE, "%s needs a value: %s", option_display(row, name), option_takes(row, takes));
+    return set(o, row, value, e);
+}
+
+static bool stray(const struct options *o, const char *word, struct error *e)
+{
+    char display[40];
+    int far;
+    const struct option_row *row = nearest(word, &far);
+    if (strlen(word) >= 4 && far <= 1)
+        return fail(e, GEN_USAGE, "stray word '%s': did you mean %s?", word, option_display(row, display));
+    if (o->prompt || o->file)
+        return fail(e, GEN_USAGE, "stray word '%s': a text of several words must stand in quotes", word);
+    return fail(e, GEN_USAGE, "'%s' as a chat message needs the model's chat template, which gen does not apply yet: "
+                              "use -p TEXT to have a text continued", word);
+}
+
+/* Refuses options that would do nothing, and combinations that contradict each other. */
+static bool consistent(const struct options *o, struct error *e)
+{
+    char name[40];
+    for (int i = 0; i < n_options; i++) {
+        const struct option_row *row = &option_table[i];
+        if (!o->given[i] || !row->modes || row->modes & 1u << o->mode) continue;
+        if (row->modes == IN(PERPLEXITY))
+            return fail(e, GEN_USAGE, "%s does nothing without --perplexity FILE", option_display(row, name));
+        return fail(e, GEN_USAGE, "%s does nothing with the task that was chosen: leave one of them out", option_display(row, name));
+    }
+    if (o->stdin_word && !(PROMPTS & 1u << o->mode))
+        return fail(e, GEN_USAGE, "the word - (standard input) does nothing with the task that was chosen");
+    if (o->stdin_word && o->file && strcmp(o->file, "-") == 0)
+        return fail(e, GEN_USAGE, "standard input is named twice, by -f - and by the word -");
+    if (options_given(o, "logprobs") && !o->json)
+        return fail(e, GEN_USAGE, "--logprobs does nothing without --json");
+    if (o->display_prompt && o->json)
+        return fail(e, GEN_USAGE, "--display-prompt and --json exclude each other: the object holds the answer alone");
+    if (options_given(o, "page-size") && o->layout == choice("paged|contiguous", "contiguous"))
+        return fail(e, GEN_USAGE, "--page-size does nothing with --kv-layout contiguous");
+    if (o->page_size % 32)
+        return fail(e, GEN_USAGE, "--page-size %d is not possible: it takes a multiple of 32", o->page_size);
+    if (o->quiet && o->verbose) return fail(e, GEN_USAGE, "--quiet and --verbose exclude each other");
+    if (o->inspect && o->model)
+        return fail(e, GEN_USAGE, "--inspect %s and --model %s: name the file once", o->inspect, o->model);
+    return true;
+}
+
+bool options_parse(struct options *o, int argc, char **argv, struct error *e)
+{
+    bool memory = true, only_words = false;
+    *o = (struct options){ 0 };
+    for (int i = 0; i < n_options; i++)
+        if (option_table[i].preset) store(o, &option_table[i], option_table[i].preset, false, &memory);
+    for (int i = 1; i < argc && o->mode < MODE_HELP; i++) {
+        if (!only_words && strcmp(argv[i], "--") == 0) {
+            only_words = true;
+        } else if (strcmp(argv[i], "-") == 0) {
+            if (o->stdin_word) return fail(e, GEN_USAGE, "standard input is named twice by the word -");
+            o->stdin_word = true;
+        } else if (only_words || argv[i][0] != '-') {
+            return stray(o, argv[i], e);
+        } else if (!take_option(o, argc, argv, &i, e)) {
+            return false;
+        }
+    }
+    return o->mode >= MODE_HELP || consistent(o, e);
+}
+
+void options_free(struct options *o)
+{
+    free(o->stops.data);
+    free((void *)o->sampling.bias);
+    *o = (struct options){ 0 };
+}

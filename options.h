@@ -1,0 +1,105 @@
+/* options.h - the command line: one table of options that drives parsing, checking, --help, the man page, the README's table
+ * and the shells' completions. */
+#ifndef OPTIONS_H
+#define OPTIONS_H
+
+#include "base.h"
+#include "sampler.h"
+
+#define GEN_VERSION "0.1.0"
+
+/* What a run does. All but the first are chosen by the option of the same name. */
+enum mode {
+    MODE_GENERATE, MODE_SHOW_PROMPT, MODE_DUMP_TOKENS, MODE_PERPLEXITY, MODE_INSPECT, MODE_DRY_RUN, MODE_CHECK_TENSORS,
+    MODE_HELP, MODE_VERSION, MODE_COMPLETION
+};
+
+enum option_group {
+    GROUP_MODEL, GROUP_PROMPT, GROUP_GENERATION, GROUP_SAMPLING, GROUP_CACHE, GROUP_OUTPUT, GROUP_MEASURE, GROUP_INFORMATION,
+    N_GROUPS
+};
+
+/* How a value is read, and the type of the field that takes it. */
+enum option_kind {
+    OPT_FLAG,          /* bool; no value */
+    OPT_TEXT,          /* const char *, any text but the empty one */
+    OPT_ANY_TEXT,      /* const char *, the empty text too */
+    OPT_TEXTS,         /* struct texts, one entry each time the option is given */
+    OPT_INT,           /* int, lo to hi */
+    OPT_LONG,          /* int64_t, lo to hi */
+    OPT_FLOAT,         /* float, lo to hi */
+    OPT_DOUBLE,        /* double, lo to hi */
+    OPT_CHOICE,        /* int, the place of the value in the words of `arg` */
+    OPT_BIAS,          /* ID+X or ID-X, added to sampling.bias */
+    OPT_MODE           /* enum mode, chosen by the option; with an `arg` its text goes to the field */
+};
+
+struct option_row {
+    enum option_group group;
+    const char *name;                  /* long name, without dashes */
+    char letter;                       /* short name, 0 = none */
+    const char *arg;                   /* NULL = takes no value; "[X]" = a value may follow; "a|b" = these words */
+    const char *preset;                /* the value when it is not given; NULL = zero */
+    enum option_kind kind;
+    double lo, hi;                     /* of numbers */
+    size_t at;                         /* offset of the field in struct options */
+    enum mode mode;                    /* OPT_MODE: what it chooses */
+    unsigned modes;                    /* bits of the modes that it means something in; 0 = all */
+    const char *help;
+};
+
+#define MAX_OPTIONS 128
+extern const struct option_row option_table[];
+extern const int n_options;
+extern const char *const option_groups[N_GROUPS][2];       /* word for --help, title */
+
+struct texts { const char **data; size_t len; };
+
+enum { BACKEND_AUTO, BACKEND_CPU };
+enum { COLOR_AUTO, COLOR_ALWAYS, COLOR_NEVER };
+enum { SHELL_BASH, SHELL_ZSH, SHELL_FISH };
+
+struct options {
+    bool given[MAX_OPTIONS];           /* by row of the table */
+    enum mode mode;
+    /* model */
+    const char *model;
+    bool no_mmap;
+    int threads, batch, backend;
+    double rope_freq_base, rope_scale; /* 0 = the file's */
+    /* prompt */
+    const char *prompt, *file;
+    bool stdin_word;                   /* the word - was given */
+    bool no_bos, no_parse_special;
+    /* generation */
+    int64_t predict, ctx;
+    struct texts stops;
+    bool ignore_eos, display_prompt;
+    int64_t seed;                      /* -1 = random */
+    struct sampler_options sampling;   /* .seed is not set; .bias belongs to these options */
+    /* cache */
+    int layout, page_size, type_k, type_v;
+    bool no_kv_cache;
+    /* output */
+    bool json, quiet, verbose;
+    int logprobs, color;
+    /* measure */
+    const char *perplexity, *save_logits, *kl_base;
+    int64_t chunks;                    /* 0 = all */
+    /* information */
+    const char *inspect, *help_topic;
+    int shell;
+};
+
+/* Fills *o from the words after argv[0]; texts point into argv. --help, --version and --completion end the parsing. Errors:
+ * GEN_USAGE naming the option, and for an unknown one the nearest. *o is to be freed in either case. */
+bool options_parse(struct options *o, int argc, char **argv, struct error *e);
+void options_free(struct options *o);
+/* Was the option of this long name given? */
+bool options_given(const struct options *o, const char *name);
+/* "--temp", or "-ctk" for a name of at most three letters. */
+const char *option_display(const struct option_row *row, char buffer[40]);
+/* What values the option takes: "a whole number from 0 to 100". */
+const char *option_takes(const struct option_row *row, char buffer[160]);
+
+#endif
