@@ -72,18 +72,18 @@ static void catch_signals(void)
 /* A line on standard error, unless --quiet. */
 __attribute__((format(printf, 2, 3))) static void note(const struct program *p, const char *format, ...)
 {
-    struct error line;                 /* for its readable form */
-    char text[400];
+    struct bytes line = { 0 };
+    char text[400];                    /* may quote file content */
     va_list args;
     if (p->o.quiet) return;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    fail(&line, GEN_OK, "%s", text);
-    fprintf(stderr, "gen: %s\n", line.text);
+    if (visible_add(&line, text, strlen(text))) fprintf(stderr, "gen: %s\n", line.data);
+    bytes_free(&line);
 }
 
-/* ---- progress ----------------------------------------------------------------------------------------------------- */
+/* ---- progress --------------------------------------------------------------------------------------------------- */
 
 static struct { bool wanted, shown; const char *what; double begun, drawn; } bar;
 
@@ -99,13 +99,14 @@ static void progress(const char *what, double done)
         bar.what = NULL;
     } else if (now - bar.begun > 0.5 && now - bar.drawn > 0.1) {
         int n = (int)(done * 30);
-        fprintf(stderr, "\r%-10s [%.*s%*s] %3d %%", what, n, "##############################", 30 - n, "", (int)(done * 100));
+        fprintf(stderr, "\r%-10s [%.*s%*s] %3d %%", what, n, "##############################", 30 - n, "",
+                (int)(done * 100));
         bar.shown = true;
         bar.drawn = now;
     }
 }
 
-/* ---- what is read ------------------------------------------------------------------------------------------------- */
+/* ---- what is read ----------------------------------------------------------------------------------------------- */
 
 /* Appends a file's bytes (- is standard input), without a byte order mark at its start and one final line end. */
 static bool read_text(const char *path, struct bytes *out, struct error *e)
@@ -128,9 +129,9 @@ static bool read_text(const char *path, struct bytes *out, struct error *e)
         out->len -= 3;
         memmove(out->data + start, out->data + start + 3, out->len - start);
     }
-    if (out->len > start && out->data[out->len - 1] == '\n') out->len--;
-    else return true;
-    if (out->len > start && out->data[out->len - 1] == '\r') out->len--;
+    bool line_end = out->len > start && out->data[out->len - 1] == '\n';
+    if (line_end) out->len--;
+    if (line_end && out->len > start && out->data[out->len - 1] == '\r') out->len--;
     return true;
 }
 
@@ -179,8 +180,8 @@ static bool open_file(struct program *p, struct error *e)
     char buffer[PATH_MAX + 64];
     const char *path = model_path(p, buffer);
     if (!path)
-        return fail(e, GEN_USAGE, "there is no model: name a GGUF file with -m FILE or GEN_MODEL, or run `make run` once in gen's "
-                                  "source directory, which obtains " DEFAULT_MODEL);
+        return fail(e, GEN_USAGE, "there is no model: name a GGUF file with -m FILE or GEN_MODEL, or run `make run` once "
+                                  "in gen's source directory, which obtains " DEFAULT_MODEL);
     return gguf_open(&p->file, path, !p->o.no_mmap, e);
 }
 
@@ -229,19 +230,25 @@ static bool choose_context(const struct program *p, int64_t asked, int64_t *ctx,
     const struct model *m = p->model;
     struct kv_usage need;
     uint64_t available = memory_available();
+    bool wide = eo.type_k == KV_F32 || eo.type_v == KV_F32;
     char a[32], b[32];
-    *ctx = asked ? asked : largest_context(m, &eo, m->n_ctx, cache_room(m));
-    if (!*ctx) return fail(e, GEN_RUN, "the model needs more memory than the %s that are available", human_bytes((double)available, a));
-    if (*ctx < m->n_ctx && !asked)
-        note(p, "the context is lowered from the model's %d to %lld tokens, whose cache fits the memory available", m->n_ctx,
-             (long long)*ctx);
-    if (!asked) return true;
+    human_bytes((double)available, a);
+    if (!asked) {
+        *ctx = largest_context(m, &eo, m->n_ctx, cache_room(m));
+        if (!*ctx) return fail(e, GEN_RUN, "the model needs more memory than the %s that are available", a);
+        if (*ctx < m->n_ctx)
+            note(p, "the context is lowered from the model's %d to %lld tokens, whose cache fits the memory available",
+                 m->n_ctx, (long long)*ctx);
+        return true;
+    }
+    *ctx = asked;
     if (!engine_estimate(m, &eo, &need, e)) return false;
     if (need.bytes_reserved > available)
-        return fail(e, GEN_RUN, "a context of %lld tokens needs %zu bytes (%s) for its cache, but %s are available: lower --ctx-size%s",
-                    (long long)asked, need.bytes_reserved, human_bytes((double)need.bytes_reserved, a),
-                    human_bytes((double)available, b), eo.type_k == KV_F32 || eo.type_v == KV_F32 ? ", or use f16 for -ctk and -ctv" : "");
-    if (asked > m->n_ctx) note(p, "warning: the model was made for %d tokens, fewer than --ctx-size %lld", m->n_ctx, (long long)asked);
+        return fail(e, GEN_RUN, "a context of %lld tokens needs %zu bytes (%s) for its cache, but %s are available: "
+                                "lower --ctx-size%s", (long long)asked, need.bytes_reserved,
+                    human_bytes((double)need.bytes_reserved, b), a, wide ? ", or use f16 for -ctk and -ctv" : "");
+    if (asked > m->n_ctx)
+        note(p, "warning: the model was made for %d tokens, fewer than --ctx-size %lld", m->n_ctx, (long long)asked);
     return true;
 }
 
@@ -262,7 +269,7 @@ static bool open_engine(struct program *p, int64_t ctx, struct error *e)
     return true;
 }
 
-/* ---- generation --------------------------------------------------------------------------------------------------- */
+/* ---- generation ------------------------------------------------------------------------------------------------- */
 
 static bool use_color(const struct program *p)
 {
@@ -351,7 +358,8 @@ static bool generate(struct program *p, struct error *e)
     struct result *r = &p->result;
     if (!sequence_open(&p->sequence, p->engine, e)) return false;
     double start = now_seconds();
-    if (!sequence_sync(p->sequence, p->tokens.data, (int64_t)p->n_prompt, &r->cached_tokens, &stop_now, e)) return false;
+    if (!sequence_sync(p->sequence, p->tokens.data, (int64_t)p->n_prompt, &r->cached_tokens, &stop_now, e))
+        return false;
     progress("prefill", 1);
     r->prefill_s = now_seconds() - start;
     if (p->o.display_prompt && !stop_now && !show_prompt_before_answer(p, e)) return false;
@@ -396,8 +404,8 @@ static void print_summary(const struct program *p)
     char a[32], b[32];
     double prefill = (double)((int64_t)p->n_prompt - r->cached_tokens) / (r->prefill_s > 0 ? r->prefill_s : 1e-9);
     double speed = (double)p->steps / (r->decode_s > 0 ? r->decode_s : 1e-9);
-    note(p, "prompt %zu tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, KV cache %s of %s", p->n_prompt,
-         (long long)r->cached_tokens, prefill, generated, speed, human_bytes((double)kv.bytes_used, a),
+    note(p, "prompt %zu tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, KV cache %s of %s",
+         p->n_prompt, (long long)r->cached_tokens, prefill, generated, speed, human_bytes((double)kv.bytes_used, a),
          human_bytes((double)kv.bytes_reserved, b));
 }
 
@@ -409,8 +417,8 @@ static bool run_generate(struct program *p, struct error *e)
         return fail(e, GEN_USAGE, "the prompt is empty, and no start token stands in for it: give some text with -p");
     if (!open_model(p, p->o.ctx, e) || !choose_context(p, p->o.ctx, &ctx, e)) return false;
     if ((int64_t)p->n_prompt > ctx)
-        return fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: raise --ctx-size or shorten the prompt",
-                    p->n_prompt, (long long)ctx);
+        return fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: raise --ctx-size or shorten "
+                                  "the prompt", p->n_prompt, (long long)ctx);
     if (!prepare(p, e) || !open_engine(p, ctx, e)) return false;
     warn_of_unread_input(p);
     catch_signals();
@@ -419,7 +427,7 @@ static bool run_generate(struct program *p, struct error *e)
     return true;
 }
 
-/* ---- the other tasks ---------------------------------------------------------------------------------------------- */
+/* ---- the other tasks -------------------------------------------------------------------------------------------- */
 
 static bool print(struct bytes *out, struct error *e)
 {
@@ -436,8 +444,8 @@ static bool run_show_prompt(struct program *p, struct error *e)
     bool ok = true;
     if (p->n_prompt && bos >= 0 && p->tokens.data[0] == bos) {
         struct gguf_str text = tokenizer_text(p->tokenizer, bos);
-        bool spelled = !p->o.no_parse_special && p->prompt.len >= text.len && memcmp(p->prompt.data, text.ptr, text.len) == 0;
-        ok = spelled || output_write(text.ptr, text.len, e);
+        bool spelled = p->prompt.len >= text.len && memcmp(p->prompt.data, text.ptr, text.len) == 0;
+        ok = (spelled && !p->o.no_parse_special) || output_write(text.ptr, text.len, e);
     }
     return ok && output_write(p->prompt.data, p->prompt.len, e) && (!isatty(STDOUT_FILENO) || output_write("\n", 1, e));
 }
@@ -468,7 +476,8 @@ static bool run_dump_tokens(struct program *p, struct error *e)
     bool ok = read_prompt(p, e) && open_tokenizer(p, e) && encode_prompt(p, e);
     for (size_t i = 0; ok && i < p->tokens.len; i++) {
         int32_t id = p->tokens.data[i];
-        ok = (bytes_printf(&out, "%d\t", id) && escaped_add(&out, tokenizer_piece(p->tokenizer, id, true)) && bytes_add(&out, "\n", 1))
+        struct gguf_str text = tokenizer_piece(p->tokenizer, id, true);
+        ok = (bytes_printf(&out, "%d\t", id) && escaped_add(&out, text) && bytes_add(&out, "\n", 1))
           || fail(e, GEN_RUN, "cannot allocate memory for the tokens");
         if (ok && (out.len > 1 << 16 || i + 1 == p->tokens.len)) ok = output_write(out.data, out.len, e), out.len = 0;
     }
@@ -479,8 +488,8 @@ static bool run_dump_tokens(struct program *p, struct error *e)
 static bool run_perplexity(struct program *p, struct error *e)
 {
     const struct options *o = &p->o;
-    struct perplexity_options po = { .chunks = o->chunks, .save = o->save_logits, .base = o->kl_base, .progress = progress,
-                                     .stop = &stop_now };
+    struct perplexity_options po = { .chunks = o->chunks, .save = o->save_logits, .base = o->kl_base,
+                                     .progress = progress, .stop = &stop_now };
     struct perplexity result;
     struct bytes out = { 0 };
     int64_t ctx;
@@ -491,8 +500,8 @@ static bool run_perplexity(struct program *p, struct error *e)
     if (!open_model(p, o->ctx, e)) return false;
     po.window = !options_given(o, "ctx-size") ? 512 : o->ctx ? o->ctx : p->model->n_ctx;
     if (po.window < 4 || po.window > p->model->n_ctx)
-        return fail(e, GEN_USAGE, "--ctx-size %lld is not possible as the size of a window: it takes 4 to %d tokens, the model's context",
-                    (long long)po.window, p->model->n_ctx);
+        return fail(e, GEN_USAGE, "--ctx-size %lld is not possible as the size of a window: it takes 4 to %d tokens, "
+                                  "the model's context", (long long)po.window, p->model->n_ctx);
     if (!choose_context(p, po.window, &ctx, e) || !open_engine(p, ctx, e)) return false;
     catch_signals();
     bool ok = perplexity_measure(&result, p->engine, p->tokenizer, p->tokens.data, p->tokens.len, &po, e);
@@ -510,7 +519,8 @@ static bool run_dry_run(struct program *p, struct error *e)
 {
     struct bytes out = { 0 };
     struct engine_options eo = engine_options(p, p->o.ctx);
-    return open_file(p, e) && open_model(p, p->o.ctx, e) && inspect_run(&out, p->model, &eo, p->o.json, e) && print(&out, e);
+    return open_file(p, e) && open_model(p, p->o.ctx, e) && inspect_run(&out, p->model, &eo, p->o.json, e)
+        && print(&out, e);
 }
 
 static bool run_check_tensors(struct program *p, struct error *e)
@@ -528,9 +538,9 @@ static bool run_help(struct program *p, struct error *e)
 
 static bool run_version(struct program *p, struct error *e)
 {
-    struct bytes out = { 0 };
+    static const char version[] = "gen " GEN_VERSION "\n";
     (void)p;
-    return (bytes_printf(&out, "gen %s\n", GEN_VERSION) || fail(e, GEN_RUN, "cannot allocate memory")) && print(&out, e);
+    return output_write(version, sizeof version - 1, e);
 }
 
 static bool run_completion(struct program *p, struct error *e)

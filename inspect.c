@@ -40,14 +40,24 @@ static void put_text(json_t *object, const char *label, const struct gguf *g, co
     if (gguf_get_str(g, key, &s, &ignored) && s.ptr) json_object_set_new(object, label, json_text(s.ptr, s.len));
 }
 
-/* Puts the number of a key; "%s" in the key stands for the architecture. Absent and other than one number: nothing. */
+static void put_count(json_t *object, const char *label, uint64_t n)
+{
+    json_object_set_new(object, label, json_integer(n > INT64_MAX ? INT64_MAX : (json_int_t)n));
+}
+
+static json_int_t count_in(const json_t *object, const char *label)
+{
+    return json_integer_value(json_object_get(object, label));
+}
+
+/* Puts the number that stands under arch + key. Absent, or not one number: nothing. */
 static void put_number(json_t *object, const char *label, const struct gguf *g, struct gguf_str arch, const char *key)
 {
     struct error ignored;
     char name[200];
     uint64_t n = UINT64_MAX;
     snprintf(name, sizeof name, "%.*s%s", (int)(arch.len < 100 ? arch.len : 100), arch.len ? arch.ptr : "", key);
-    if (gguf_get_u64(g, name, &n, &ignored) && n <= INT64_MAX) json_object_set_new(object, label, json_integer((json_int_t)n));
+    if (gguf_get_u64(g, name, &n, &ignored) && n <= INT64_MAX) put_count(object, label, n);
 }
 
 /* Counts the tensors of each type: {"Q4_1": {"tensors": 210, "bytes": ...}, ...} */
@@ -57,10 +67,9 @@ static json_t *types(const struct gguf *g)
     for (size_t i = 0; i < gguf_tensor_count(g); i++) {
         const struct gguf_tensor *t = gguf_tensor_at(g, i);
         json_t *type = json_object_get(types, type_name(t->type));
-        json_int_t count = json_integer_value(json_object_get(type, "tensors"));
-        json_int_t bytes = json_integer_value(json_object_get(type, "bytes"));
-        json_object_set_new(types, type_name(t->type), json_pack("{s:I, s:I}", "tensors", count + 1, "bytes",
-                                                                 bytes + (json_int_t)t->size));
+        json_object_set_new(types, type_name(t->type),
+                            json_pack("{s:I, s:I}", "tensors", count_in(type, "tensors") + 1, "bytes",
+                                      count_in(type, "bytes") + (json_int_t)t->size));
     }
     return types;
 }
@@ -74,27 +83,29 @@ static json_t *file_object(const struct gguf *g)
         { "window", ".attention.sliding_window" }, { "context", ".context_length" },
     };
     struct error ignored;
-    struct gguf_str arch = { NULL, 0 };
+    const struct gguf_str none = { NULL, 0 };
+    struct gguf_str arch = none;
     json_t *o = json_object();
     uint64_t parameters = 0;
     json_object_set_new(o, "file", json_text(gguf_path(g), strlen(gguf_path(g))));
-    json_object_set_new(o, "gguf_version", json_integer(gguf_version(g)));
+    put_count(o, "gguf_version", (uint64_t)gguf_version(g));
     put_text(o, "architecture", g, "general.architecture");
     put_text(o, "name", g, "general.name");
-    if (!gguf_get_str(g, "general.architecture", &arch, &ignored)) arch = (struct gguf_str){ NULL, 0 };
-    for (size_t i = 0; i < sizeof of_arch / sizeof *of_arch; i++) put_number(o, of_arch[i].label, g, arch, of_arch[i].key);
+    if (!gguf_get_str(g, "general.architecture", &arch, &ignored)) arch = none;
+    for (size_t i = 0; i < sizeof of_arch / sizeof *of_arch; i++)
+        put_number(o, of_arch[i].label, g, arch, of_arch[i].key);
     const struct gguf_value *tokens = gguf_find(g, "tokenizer.ggml.tokens");
     put_text(o, "tokenizer", g, "tokenizer.ggml.model");
     put_text(o, "pretokenizer", g, "tokenizer.ggml.pre");
-    if (tokens) json_object_set_new(o, "vocabulary", json_integer((json_int_t)tokens->count));
-    put_number(o, "bos", g, (struct gguf_str){ NULL, 0 }, "tokenizer.ggml.bos_token_id");
-    put_number(o, "eos", g, (struct gguf_str){ NULL, 0 }, "tokenizer.ggml.eos_token_id");
+    if (tokens) put_count(o, "vocabulary", tokens->count);
+    put_number(o, "bos", g, none, "tokenizer.ggml.bos_token_id");
+    put_number(o, "eos", g, none, "tokenizer.ggml.eos_token_id");
     json_object_set_new(o, "chat_template", json_boolean(gguf_find(g, "tokenizer.chat_template") != NULL));
     for (size_t i = 0; i < gguf_tensor_count(g); i++) parameters += elements(gguf_tensor_at(g, i));
-    json_object_set_new(o, "tensors", json_integer((json_int_t)gguf_tensor_count(g)));
-    json_object_set_new(o, "parameters", json_integer((json_int_t)parameters));
-    json_object_set_new(o, "tensor_bytes", json_integer((json_int_t)tensor_bytes(g)));
-    json_object_set_new(o, "file_bytes", json_integer((json_int_t)gguf_file_bytes(g)));
+    put_count(o, "tensors", gguf_tensor_count(g));
+    put_count(o, "parameters", parameters);
+    put_count(o, "tensor_bytes", tensor_bytes(g));
+    put_count(o, "file_bytes", gguf_file_bytes(g));
     json_object_set_new(o, "types", types(g));
     return o;
 }
@@ -109,18 +120,17 @@ static bool file_lines(struct bytes *out, json_t *object)
     json_object_foreach(object, label, value) {
         if (json_is_object(value)) {
             json_object_foreach(value, type, count) {
-                json_int_t bytes = json_integer_value(json_object_get(count, "bytes"));
-                ok = ok && bytes_printf(out, "%-14s  %lld tensors, %s\n", type,
-                                        json_integer_value(json_object_get(count, "tensors")), human_bytes((double)bytes, size));
+                human_bytes((double)count_in(count, "bytes"), size);
+                ok = ok && bytes_printf(out, "%-14s  %lld tensors, %s\n", type, count_in(count, "tensors"), size);
             }
             continue;
         }
         ok = ok && bytes_printf(out, "%-14s  ", label);
         if (json_is_string(value)) ok = ok && visible_add(out, json_string_value(value), json_string_length(value));
         else if (json_is_boolean(value)) ok = ok && bytes_printf(out, "%s", json_is_true(value) ? "yes" : "no");
-        else if (strstr(label, "bytes"))
-            ok = ok && bytes_printf(out, "%lld (%s)", json_integer_value(value), human_bytes((double)json_integer_value(value), size));
         else ok = ok && bytes_printf(out, "%lld", json_integer_value(value));
+        if (strstr(label, "bytes"))
+            ok = ok && bytes_printf(out, " (%s)", human_bytes((double)json_integer_value(value), size));
         ok = ok && bytes_add(out, "\n", 1);
     }
     return ok;
@@ -164,7 +174,7 @@ int64_t largest_context(const struct model *m, const struct engine_options *o, i
 }
 
 /* What a cache of one pair of types takes. */
-struct estimate { enum kv_type k, v; double formula; struct kv_usage usage; int64_t largest; };
+struct estimate { enum kv_type k, v; uint64_t formula; struct kv_usage usage; int64_t largest; };
 
 static bool estimate(struct estimate *s, const struct model *m, struct engine_options o, enum kv_type k, enum kv_type v,
                      struct error *e)
@@ -172,41 +182,54 @@ static bool estimate(struct estimate *s, const struct model *m, struct engine_op
     *s = (struct estimate){ .k = k, .v = v };
     o.type_k = k;
     o.type_v = v;
-    s->formula = (double)m->n_layer * m->n_kv * o.ctx * ((double)m->head_k * kv_type_bytes(k) + (double)m->head_v * kv_type_bytes(v));
     s->largest = largest_context(m, &o, INT_MAX / KV_BLOCK * KV_BLOCK, cache_room(m));
-    return engine_estimate(m, &o, &s->usage, e);
+    if (!engine_estimate(m, &o, &s->usage, e)) return false;
+    s->formula = (uint64_t)s->usage.bytes_per_token * (uint64_t)o.ctx;
+    return true;
 }
 
 static json_t *run_object(const struct model *m, int64_t ctx, uint64_t available, const struct estimate *s, int n)
 {
-    json_t *cache = json_array();
-    for (int i = 0; i < n; i++)
-        json_array_append_new(cache, json_pack("{s:s, s:s, s:f, s:I, s:I, s:I}", "type_k", kv_type_name(s[i].k), "type_v",
-                                               kv_type_name(s[i].v), "formula_bytes", s[i].formula, "reserved_bytes",
-                                               (json_int_t)s[i].usage.bytes_reserved, "bytes_per_token",
-                                               (json_int_t)s[i].usage.bytes_per_token, "largest_ctx", (json_int_t)s[i].largest));
-    return json_pack("{s:I, s:I, s:I, s:I, s:o}", "weight_bytes", (json_int_t)tensor_bytes(m->file), "ctx", (json_int_t)ctx,
-                     "model_ctx", (json_int_t)m->n_ctx, "memory_available", (json_int_t)(available >> 1 > INT64_MAX >> 1 ? INT64_MAX : available),
-                     "cache", cache);
+    json_t *object = json_object(), *cache = json_array();
+    put_count(object, "weight_bytes", tensor_bytes(m->file));
+    put_count(object, "ctx", (uint64_t)ctx);
+    put_count(object, "model_ctx", (uint64_t)m->n_ctx);
+    put_count(object, "memory_available", available);
+    for (int i = 0; i < n; i++) {
+        json_t *entry = json_pack("{s:s, s:s}", "type_k", kv_type_name(s[i].k), "type_v", kv_type_name(s[i].v));
+        put_count(entry, "bytes_per_token", s[i].usage.bytes_per_token);
+        put_count(entry, "formula_bytes", s[i].formula);
+        put_count(entry, "reserved_bytes", s[i].usage.bytes_reserved);
+        put_count(entry, "largest_ctx", (uint64_t)s[i].largest);
+        json_array_append_new(cache, entry);
+    }
+    json_object_set_new(object, "cache", cache);
+    return object;
 }
 
-static bool run_lines(struct bytes *out, const struct model *m, int64_t ctx, uint64_t available, const struct estimate *s, int n)
+static bool run_lines(struct bytes *out, const struct model *m, int64_t ctx, uint64_t available,
+                      const struct estimate *s, int n)
 {
     char a[32], b[32];
-    bool ok = bytes_printf(out, "weights          %s in %zu tensors\n", human_bytes((double)tensor_bytes(m->file), a),
+    bool ok = bytes_printf(out, "weights  %s in %zu tensors\n", human_bytes((double)tensor_bytes(m->file), a),
                            gguf_tensor_count(m->file));
-    ok = ok && bytes_printf(out, "memory           %s available\n", available == UINT64_MAX ? "unknown" : human_bytes((double)available, a));
-    ok = ok && bytes_printf(out, "context          %lld tokens (the model's: %d)\n", (long long)ctx, m->n_ctx);
+    ok = ok && bytes_printf(out, "memory   %s available\n", human_bytes((double)available, a));
+    ok = ok && bytes_printf(out, "context  %lld tokens (the model's: %d)\n", (long long)ctx, m->n_ctx);
     if (m->head_k == m->head_v)
-        ok = ok && bytes_printf(out, "cache            2 * %d layers * %d KV heads * %d head size * %lld tokens * bytes of the type\n",
-                                m->n_layer, m->n_kv, m->head_k, (long long)ctx);
+        ok = ok
+          && bytes_printf(out, "cache    2 * layers %d * KV heads %d * head size %d * tokens %lld * bytes of the type\n",
+                          m->n_layer, m->n_kv, m->head_k, (long long)ctx);
     else
-        ok = ok && bytes_printf(out, "cache            %d layers * %d KV heads * (%d key + %d value size) * %lld tokens * bytes of the "
-                                     "types\n", m->n_layer, m->n_kv, m->head_k, m->head_v, (long long)ctx);
-    for (int i = 0; ok && i < n; i++)
-        ok = bytes_printf(out, "  -ctk %s -ctv %s  %.0f bytes (%s); reserved %zu (%s); largest context that fits memory %lld tokens\n",
-                          kv_type_name(s[i].k), kv_type_name(s[i].v), s[i].formula, human_bytes(s[i].formula, a),
-                          s[i].usage.bytes_reserved, human_bytes((double)s[i].usage.bytes_reserved, b), (long long)s[i].largest);
+        ok = ok
+          && bytes_printf(out, "cache    layers %d * KV heads %d * (key size %d * its bytes + value size %d * its bytes) * "
+                               "tokens %lld\n", m->n_layer, m->n_kv, m->head_k, m->head_v, (long long)ctx);
+    for (int i = 0; ok && i < n; i++) {
+        human_bytes((double)s[i].formula, a);
+        human_bytes((double)s[i].usage.bytes_reserved, b);
+        ok = bytes_printf(out, "  -ctk %s -ctv %s  %llu bytes (%s), reserved %zu (%s); at most %lld tokens fit\n",
+                          kv_type_name(s[i].k), kv_type_name(s[i].v), (unsigned long long)s[i].formula, a,
+                          s[i].usage.bytes_reserved, b, (long long)s[i].largest);
+    }
     return ok;
 }
 
@@ -231,20 +254,22 @@ bool inspect_run(struct bytes *out, const struct model *m, const struct engine_o
 enum { PIECE = 1 << 16 };              /* weights read at a time; a multiple of every block size */
 
 /* Counts the values of a tensor that are not finite. */
-static bool count_bad(const struct gguf *g, const struct gguf_tensor *t, uint8_t *raw, float *values, uint64_t *bad, struct error *e)
+static bool count_bad(const struct gguf *g, const struct gguf_tensor *t, uint8_t *raw, float *values, uint64_t *bad,
+                      struct error *e)
 {
     const struct type_info *type = type_info(t->type);
-    uint64_t n = elements(t);
-    for (uint64_t i = 0; i < n; i += PIECE) {
-        size_t count = n - i < PIECE ? (size_t)(n - i) : PIECE, block = (size_t)type->block;
-        if (!gguf_read(g, t, (size_t)(i / block) * (size_t)type->bytes, raw, count / block * (size_t)type->bytes, e)) return false;
+    size_t n = elements(t), block = (size_t)type->block, bytes = (size_t)type->bytes;
+    for (size_t i = 0; i < n; i += PIECE) {
+        size_t count = n - i < PIECE ? n - i : PIECE;
+        if (!gguf_read(g, t, i / block * bytes, raw, count / block * bytes, e)) return false;
         type->dequantise(raw, values, count);
         for (size_t k = 0; k < count; k++) *bad += !isfinite(values[k]);
     }
     return true;
 }
 
-bool inspect_tensors(struct bytes *out, const struct gguf *g, void (*progress)(const char *what, double done), struct error *e)
+bool inspect_tensors(struct bytes *out, const struct gguf *g, void (*progress)(const char *what, double done),
+                     struct error *e)
 {
     struct bytes found = { 0 };
     uint64_t done = 0, all = tensor_bytes(g);
@@ -258,8 +283,8 @@ bool inspect_tensors(struct bytes *out, const struct gguf *g, void (*progress)(c
         uint64_t bad = 0;
         ok = count_bad(g, t, raw, values, &bad, e);
         if (bad && n_bad++ < 5)
-            bytes_printf(&found, "%s%.*s (%llu)", n_bad > 1 ? ", " : "", (int)(t->name.len < 70 ? t->name.len : 70), t->name.ptr,
-                         (unsigned long long)bad);
+            bytes_printf(&found, "%s%.*s (%llu)", n_bad > 1 ? ", " : "", (int)(t->name.len < 70 ? t->name.len : 70),
+                         t->name.ptr, (unsigned long long)bad);
         done += t->size;
         if (progress) progress("checking", all ? (double)done / (double)all : 1);
     }

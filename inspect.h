@@ -5,22 +5,23 @@
 #include "engine.h"
 #include "gguf.h"
 
-/* A summary of the file: architecture, sizes, tokenizer, tensor types; as text lines or as a JSON object. Works on files that hold
- * a vocabulary alone and on architectures that cannot be run. Errors: GEN_MODEL, GEN_RUN for memory. */
+/* A summary of the file: architecture, sizes, tokenizer, tensor types; as text lines or as a JSON object. Works on
+ * files that hold only a vocabulary and on architectures that cannot be run. Errors: GEN_RUN for memory. */
 bool inspect_file(struct bytes *out, const struct gguf *g, bool json, struct error *e);
 
 /* The bytes of weights and cache that engine_open would take with *o, the cache's bytes for each type and the largest
  * context that fits memory. */
 bool inspect_run(struct bytes *out, const struct model *m, const struct engine_options *o, bool json, struct error *e);
 
-/* Reads every tensor through gguf_read and adds one line when all values are finite. Errors: GEN_MODEL naming the tensors with values that are
- * not, or what cannot be read. progress may be NULL. */
-bool inspect_tensors(struct bytes *out, const struct gguf *g, void (*progress)(const char *what, double done), struct error *e);
+/* Reads every tensor through gguf_read and adds one line when all values are finite. Errors: GEN_MODEL naming the
+ * tensors with values that are not, or what cannot be read. progress may be NULL. */
+bool inspect_tensors(struct bytes *out, const struct gguf *g, void (*progress)(const char *what, double done),
+                     struct error *e);
 
 /* Bytes that the cache may take: the memory available less the weights and some room to work in. */
 uint64_t cache_room(const struct model *m);
-/* The largest context, at most `most` tokens, whose cache fits into `room` bytes; a multiple of KV_BLOCK unless it is `most`.
- * 0: not even one block of tokens fits. */
+/* The largest context, at most `most` tokens, whose cache fits into `room` bytes; a multiple of KV_BLOCK unless it is
+ * `most`. 0: not even one block of tokens fits. */
 int64_t largest_context(const struct model *m, const struct engine_options *o, int64_t most, uint64_t room);
 
 /* "1.2 GB" */

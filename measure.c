@@ -111,19 +111,21 @@ static bool base_open(struct run *r, struct error *e)
     struct header h, want;
     struct stat st;
     r->base = fopen(name, "rbe");
-    if (!r->base || fstat(fileno(r->base), &st) != 0) return fail(e, GEN_USAGE, "cannot read --kl-base %s: %s", name, strerror(errno));
+    if (!r->base || fstat(fileno(r->base), &st) != 0)
+        return fail(e, GEN_USAGE, "cannot read --kl-base %s: %s", name, strerror(errno));
     if (!S_ISREG(st.st_mode)) return fail(e, GEN_USAGE, "--kl-base %s is not a regular file", name);
     if (fread(&h, sizeof h, 1, r->base) != 1 || memcmp(h.magic, magic, sizeof magic) != 0)
         return fail(e, GEN_USAGE, "--kl-base %s is no file that --save-logits wrote", name);
     header_of(r, &want);
     if (h.vocab != want.vocab)
-        return fail(e, GEN_USAGE, "--kl-base %s is of a vocabulary of %u tokens, but the model has %u", name, h.vocab, want.vocab);
+        return fail(e, GEN_USAGE, "--kl-base %s is of a vocabulary of %u tokens, but the model has %u", name, h.vocab,
+                    want.vocab);
     if (h.window != want.window)
-        return fail(e, GEN_USAGE, "--kl-base %s has windows of %u tokens, but this run's have %u: give -c %u", name, h.window,
-                    want.window, h.window);
+        return fail(e, GEN_USAGE, "--kl-base %s has windows of %u tokens, but this run's have %u: give -c %u", name,
+                    h.window, want.window, h.window);
     if (h.windows != want.windows)
-        return fail(e, GEN_USAGE, "--kl-base %s has %llu windows, but this run has %llu: give the same text and --chunks", name,
-                    (unsigned long long)h.windows, (unsigned long long)want.windows);
+        return fail(e, GEN_USAGE, "--kl-base %s has %llu windows, but this run has %llu: give the same text and "
+                                  "--chunks", name, (unsigned long long)h.windows, (unsigned long long)want.windows);
     if (memcmp(&h, &want, sizeof h) != 0)
         return fail(e, GEN_USAGE, "--kl-base %s was made from other tokens: give the same text", name);
     size_t tokens = (size_t)(r->windows * r->window) * 4, row = (size_t)r->vocab * 4, whole;
@@ -137,7 +139,7 @@ static bool base_open(struct run *r, struct error *e)
 
 /* ---- scoring */
 
-/* logprob = log softmax(logits); returns the place of the largest, or -1 when a logit is NaN or +inf or all are -inf. */
+/* logprob = log softmax(logits); the place of the largest, or -1 when a logit is NaN or +inf or all are -inf. */
 static int log_softmax(const float *logits, int n, float *logprob)
 {
     int best = 0;
@@ -168,8 +170,8 @@ static bool compare(struct run *r, int best, struct error *e)
         if (r->expected[i] > r->expected[base_best]) base_best = i;
     }
     if (!(kl > -1e-3 && kl < INFINITY))
-        return fail(e, GEN_RUN, "--kl-base %s: the divergence of row %lld is %g, so it holds no log-probabilities", r->o->base,
-                    (long long)r->scored, kl);
+        return fail(e, GEN_RUN, "--kl-base %s: the divergence of row %lld is %g, so it holds no log-probabilities",
+                    r->o->base, (long long)r->scored, kl);
     r->kl[r->scored] = (float)kl;
     r->same_top += base_best == best;
     return true;
@@ -233,8 +235,8 @@ static bool prepare(struct run *r, const struct tokenizer *t, const int32_t *tok
     r->window = r->o->window;
     r->windows = (int64_t)n / r->window;
     if (!r->windows)
-        return fail(e, GEN_USAGE, "the text has %zu tokens, but one window has %lld: give a longer text or a smaller -c", n,
-                    (long long)r->window);
+        return fail(e, GEN_USAGE, "the text has %zu tokens, but one window has %lld: give a longer text or a smaller "
+                                  "-c", n, (long long)r->window);
     if (r->o->chunks && r->o->chunks < r->windows) r->windows = r->o->chunks;
     r->rows = r->window - 1 - r->window / 2;
     r->logprob = alloc_zeroed((size_t)r->vocab, 4, "log-probabilities", e);
@@ -247,8 +249,8 @@ static bool prepare(struct run *r, const struct tokenizer *t, const int32_t *tok
     return true;
 }
 
-bool perplexity_measure(struct perplexity *out, struct engine *g, const struct tokenizer *t, const int32_t *tokens, size_t n,
-                        const struct perplexity_options *o, struct error *e)
+bool perplexity_measure(struct perplexity *out, struct engine *g, const struct tokenizer *t, const int32_t *tokens,
+                        size_t n, const struct perplexity_options *o, struct error *e)
 {
     struct run r = { .o = o, .vocab = engine_model(g)->n_vocab };
     bool ok = prepare(&r, t, tokens, n, e) && (!o->base || base_open(&r, e)) && (!o->save || save_open(&r, e))
@@ -271,16 +273,18 @@ bool perplexity_print(struct bytes *out, const struct perplexity *p, int64_t win
 {
     if (json) {
         json_t *value = isfinite(p->value) ? json_real(p->value) : json_null();
-        json_t *object = json_pack("{s:I, s:f, s:o}", "tokens", (json_int_t)p->tokens, "nll", p->nll, "perplexity", value);
+        json_t *object = json_pack("{s:I, s:f, s:o}", "tokens", (json_int_t)p->tokens, "nll", p->nll, "perplexity",
+                                   value);
         if (object && p->compared)
             json_object_update_new(object, json_pack("{s:f, s:f, s:f}", "kl_mean", p->kl_mean, "kl_p99", p->kl_p99,
                                                      "top1_agreement", p->top1_agreement));
         return json_line(out, object, e);
     }
-    bool ok = bytes_printf(out, "perplexity %.4f +/- %.4f (%.6f nats per token; %lld tokens scored in %lld windows of %lld)\n",
-                           p->value, p->value * p->error, p->nll, (long long)p->tokens, (long long)p->windows, (long long)window);
+    bool ok = bytes_printf(out, "perplexity %.4f +/- %.4f (%.6f nats per token; %lld tokens in %lld windows of %lld)\n",
+                           p->value, p->value * p->error, p->nll, (long long)p->tokens, (long long)p->windows,
+                           (long long)window);
     if (ok && p->compared)
-        ok = bytes_printf(out, "KL divergence %.6f mean, %.6f 99th percentile; same most likely token %.2f %%\n", p->kl_mean,
-                          p->kl_p99, 100 * p->top1_agreement);
+        ok = bytes_printf(out, "KL divergence %.6f mean, %.6f 99th percentile; same most likely token %.2f %%\n",
+                          p->kl_mean, p->kl_p99, 100 * p->top1_agreement);
     return ok || fail(e, GEN_RUN, "cannot allocate memory for the result");
 }

@@ -4,8 +4,9 @@
 
 #include <stdint.h>
 
-/* Bytes: the least of what the machine has available (MemAvailable), what the process's control groups leave (v1 and v2, page
- * cache that can be dropped counts as free) and what its address space limit leaves. UINT64_MAX when nothing is known. */
+/* Bytes: the least of what the machine has available (MemAvailable), what the process's control groups leave (v1 and
+ * v2; page cache that can be dropped counts as free) and what its address space limit leaves. UINT64_MAX when nothing
+ * is known. */
 uint64_t memory_available(void);
 
 #endif

@@ -1,7 +1,7 @@
 /* options.c - the option table, and the parser that it drives.
  *
- * A word with two dashes is an exact long name, one with one dash an exact name or a letter with its number attached (-n5);
- * a value follows as the next word or after '='. Nothing is abbreviated. */
+ * A word with two dashes is an exact long name, one with one dash an exact name or a letter with its number attached
+ * (-n5); a value follows as the next word or after '='. Nothing is abbreviated. */
 #include "options.h"
 
 #include <assert.h>
@@ -53,25 +53,27 @@ const struct option_row option_table[] = {
     { GROUP_PROMPT, "prompt", 'p', "TEXT", NULL, OPT_ANY_TEXT, 0, 0, AT(prompt), 0, PROMPTS,
       "Raw text that the model continues." },
     { GROUP_PROMPT, "file", 'f', "FILE", NULL, OPT_TEXT, 0, 0, AT(file), 0, PROMPTS,
-      "Read the prompt from FILE, - is standard input; after the text of -p. A byte order mark and one final line end are "
-      "dropped. Without -p and -f, standard input is the prompt unless it is a terminal; with them it is read only where - "
-      "names it (a word - alone appends it)." },
+      "Read the prompt from FILE, - is standard input; after the text of -p. A byte order mark and one final line end "
+      "are dropped. Without -p and -f, standard input is the prompt unless it is a terminal; with them it is read only "
+      "where - names it (a word - alone appends it)." },
     { GROUP_PROMPT, "no-bos", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_bos), 0, PROMPTS,
       "Put no start token in front of the prompt." },
     { GROUP_PROMPT, "no-parse-special", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_parse_special), 0, PROMPTS,
       "Text that spells a control token stays text." },
     { GROUP_PROMPT, "show-prompt", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_SHOW_PROMPT, 0,
-      "Print the prompt as the model gets it, start token included, and stop. A file with a vocabulary alone will do." },
+      "Print the prompt as the model gets it, start token included, and stop. A file that holds only a vocabulary will "
+      "do." },
     { GROUP_PROMPT, "dump-tokens", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_DUMP_TOKENS, 0,
-      "Print the prompt's tokens, one per line as id<TAB>text, and stop. In the text \\n, \\t, \\\\ and \\xNN stand for line end, "
-      "tab, backslash and for control and invalid bytes. A file with a vocabulary alone will do." },
+      "Print the prompt's tokens, one per line as id<TAB>text, and stop. In the text \\n, \\t, \\\\ and \\xNN stand "
+      "for line end, tab, backslash and for control and invalid bytes. A file that holds only a vocabulary will do." },
 
     { GROUP_GENERATION, "predict", 'n', "N", "512", OPT_LONG, -2, MOST_TOKENS, AT(predict), 0, 0,
-      "New tokens at most. -1: until the model ends its text; -2: the same, or until the context is full; 0: only read the "
-      "prompt. A full context ends every run." },
+      "New tokens at most. -1: until the model ends its text; -2: the same, or until the context is full; 0: only read "
+      "the prompt. A full context ends every run." },
     { GROUP_GENERATION, "ctx-size", 'c', "N", "0", OPT_LONG, 0, MOST_TOKENS, AT(ctx), 0, 0,
-      "Context in tokens, prompt and answer together (a prompt of N tokens still gives one new one). 0 = the model's, lowered "
-      "with a note if its cache does not fit memory. With --perplexity the size of a window, 512 if not given." },
+      "Context in tokens, prompt and answer together (a prompt of N tokens still gives one new one). 0 = the model's, "
+      "lowered with a note if its cache does not fit memory. With --perplexity the size of a window, 512 if not "
+      "given." },
     { GROUP_GENERATION, "stop", 'r', "TEXT", NULL, OPT_TEXTS, 0, 0, AT(stops), 0, 0,
       "End the answer where it says TEXT, which is not printed. May be repeated." },
     { GROUP_GENERATION, "ignore-eos", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(ignore_eos), 0, 0,
@@ -123,14 +125,15 @@ const struct option_row option_table[] = {
       "Tell on standard error what is loaded and how it runs." },
 
     { GROUP_MEASURE, "perplexity", 0, "FILE", NULL, OPT_MODE, 0, 0, AT(perplexity), MODE_PERPLEXITY, 0,
-      "Score a text (- is standard input) in windows of -c tokens, the second half of each, by llama-perplexity's method." },
+      "Score a text (- is standard input) in windows of -c tokens, the second half of each, by llama-perplexity's "
+      "method." },
     { GROUP_MEASURE, "chunks", 0, "N", NULL, OPT_LONG, 1, INT_MAX, AT(chunks), 0, IN(PERPLEXITY),
       "Windows at most; all when not given." },
     { GROUP_MEASURE, "save-logits", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(save_logits), 0, IN(PERPLEXITY),
       "Write the log-probabilities of the scored tokens to FILE." },
     { GROUP_MEASURE, "kl-base", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(kl_base), 0, IN(PERPLEXITY),
-      "Compare with the log-probabilities in FILE: mean and 99th percentile of the Kullback-Leibler divergence, and how often "
-      "the most likely token is the same." },
+      "Compare with the log-probabilities in FILE: mean and 99th percentile of the Kullback-Leibler divergence, and "
+      "how often the most likely token is the same." },
 
     { GROUP_INFORMATION, "inspect", 0, "[FILE]", NULL, OPT_MODE, 0, 0, AT(inspect), MODE_INSPECT, 0,
       "Print a summary of a model file and stop." },
@@ -138,15 +141,16 @@ const struct option_row option_table[] = {
       "Print the bytes that the run would take and the largest context that fits memory, and stop." },
     { GROUP_INFORMATION, "check-tensors", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_CHECK_TENSORS, 0,
       "Read every tensor, report values that are not finite, and stop." },
-    { GROUP_INFORMATION, "version", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_VERSION, 0, "Print the version and stop." },
+    { GROUP_INFORMATION, "version", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_VERSION, 0,
+      "Print the version and stop." },
     { GROUP_INFORMATION, "help", 'h', "[GROUP]", NULL, OPT_MODE, 0, 0, AT(help_topic), MODE_HELP, 0,
-      "Print this text, or one group of options (model, prompt, ...), and stop. --help man prints a man page, --help markdown "
-      "the options as a table." },
+      "Print this text, or one group of options (model, prompt, ...), and stop. --help man prints a man page, --help "
+      "markdown the options as tables." },
     { GROUP_INFORMATION, "completion", 0, "bash|zsh|fish", NULL, OPT_MODE, 0, 0, AT(shell), MODE_COMPLETION, 0,
       "Print a completion script for the shell and stop." },
 };
 const int n_options = sizeof option_table / sizeof *option_table;
-static_assert(sizeof option_table / sizeof *option_table <= MAX_OPTIONS, "struct options marks the rows that were given");
+static_assert(sizeof option_table / sizeof *option_table <= MAX_OPTIONS, "struct options marks rows that were given");
 
 /* ---- names */
 
@@ -168,6 +172,13 @@ static const struct option_row *row_of_letter(char letter)
 {
     for (int i = 0; i < n_options; i++)
         if (option_table[i].letter && option_table[i].letter == letter) return &option_table[i];
+    return NULL;
+}
+
+static const struct option_row *row_of_mode(enum mode mode)
+{
+    for (int i = 0; i < n_options; i++)
+        if (option_table[i].kind == OPT_MODE && option_table[i].mode == mode) return &option_table[i];
     return NULL;
 }
 
@@ -217,7 +228,8 @@ static bool unknown(const char *word, struct error *e)
     char display[40];
     int far;
     const struct option_row *row = nearest(word + strspn(word, "-"), &far);
-    return fail(e, GEN_USAGE, "unknown option '%s': the nearest is %s (gen --help lists all)", word, option_display(row, display));
+    return fail(e, GEN_USAGE, "unknown option '%s': the nearest is %s (gen --help lists all)", word,
+                option_display(row, display));
 }
 
 /* ---- values */
@@ -241,7 +253,7 @@ const char *option_takes(const struct option_row *row, char buffer[160])
     bool open = row->hi >= FLT_MAX;
     bool words = row->arg && strchr(row->arg, '|');
     if (words) snprintf(buffer, 160, "one of %s", row->arg);
-    else if (row->kind == OPT_BIAS) snprintf(buffer, 160, "a token id and a signed number such as 15+1.5, 15-1 or 15-inf");
+    else if (row->kind == OPT_BIAS) snprintf(buffer, 160, "a token id and a signed number: 15+1.5, 15-1 or 15-inf");
     else if (row->kind == OPT_TEXT || row->kind == OPT_TEXTS || row->kind == OPT_MODE)
         snprintf(buffer, 160, "a text that is not empty");
     else if (row->kind == OPT_ANY_TEXT) snprintf(buffer, 160, "a text");
@@ -296,7 +308,7 @@ static bool add_bias(struct sampler_options *s, const char *text, bool *memory)
     return true;
 }
 
-/* Puts a value into the row's field; false when the option does not take it. *memory becomes false when memory is out. */
+/* Puts a value into the row's field; false when the option does not take it, or memory is out (*memory = false). */
 static bool store(struct options *o, const struct option_row *row, const char *value, bool check, bool *memory)
 {
     void *field = (char *)o + row->at;
@@ -332,10 +344,11 @@ static bool store(struct options *o, const struct option_row *row, const char *v
 
 static bool set(struct options *o, const struct option_row *row, const char *value, struct error *e)
 {
-    char name[40], takes[160];
+    char name[40], other[40], takes[160];
     bool memory = true;
     if (row->kind == OPT_MODE && row->mode < MODE_HELP && o->mode != MODE_GENERATE && o->mode != row->mode)
-        return fail(e, GEN_USAGE, "%s cannot be combined with another task given before it", option_display(row, name));
+        return fail(e, GEN_USAGE, "%s and %s exclude each other", option_display(row_of_mode(o->mode), other),
+                    option_display(row, name));
     if (!store(o, row, value, true, &memory))
         return memory ? fail(e, GEN_USAGE, "%s '%s' is not possible: it takes %s", option_display(row, name), value,
                              option_takes(row, takes))
@@ -374,9 +387,11 @@ static bool take_option(struct options *o, int argc, char **argv, int *i, struct
     char name[40], takes[160];
     const struct option_row *row = match(word, &value);
     if (!row) return unknown(word, e);
-    if (!row->arg && value) return fail(e, GEN_USAGE, "%s takes no value, but '%s' gives one", option_display(row, name), word);
-    if (row->arg && !value && *i + 1 < argc && (row->arg[0] != '[' || argv[*i + 1][0] != '-')) value = argv[++*i];
-    if (row->arg && !value && row->arg[0] != '[')
+    if (!row->arg && value)
+        return fail(e, GEN_USAGE, "%s takes no value, but '%s' gives one", option_display(row, name), word);
+    bool may_lack = row->arg && row->arg[0] == '[';
+    if (row->arg && !value && *i + 1 < argc && !(may_lack && argv[*i + 1][0] == '-')) value = argv[++*i];
+    if (row->arg && !value && !may_lack)
         return fail(e, GEN_USAGE, "%s needs a value: %s", option_display(row, name), option_takes(row, takes));
     return set(o, row, value, e);
 }
@@ -403,7 +418,8 @@ static bool consistent(const struct options *o, struct error *e)
         if (!o->given[i] || !row->modes || row->modes & 1u << o->mode) continue;
         if (row->modes == IN(PERPLEXITY))
             return fail(e, GEN_USAGE, "%s does nothing without --perplexity FILE", option_display(row, name));
-        return fail(e, GEN_USAGE, "%s does nothing with the task that was chosen: leave one of them out", option_display(row, name));
+        return fail(e, GEN_USAGE, "%s does nothing with the task that was chosen: leave one of them out",
+                    option_display(row, name));
     }
     if (o->stdin_word && !(PROMPTS & 1u << o->mode))
         return fail(e, GEN_USAGE, "the word - (standard input) does nothing with the task that was chosen");

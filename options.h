@@ -1,5 +1,5 @@
-/* options.h - the command line: one table of options that drives parsing, checking, --help, the man page, the README's table
- * and the shells' completions. */
+/* options.h - the command line: one table of options that drives parsing, checking, --help, the man page, the README's
+ * table and the shells' completions. */
 #ifndef OPTIONS_H
 #define OPTIONS_H
 
@@ -15,8 +15,8 @@ enum mode {
 };
 
 enum option_group {
-    GROUP_MODEL, GROUP_PROMPT, GROUP_GENERATION, GROUP_SAMPLING, GROUP_CACHE, GROUP_OUTPUT, GROUP_MEASURE, GROUP_INFORMATION,
-    N_GROUPS
+    GROUP_MODEL, GROUP_PROMPT, GROUP_GENERATION, GROUP_SAMPLING, GROUP_CACHE, GROUP_OUTPUT, GROUP_MEASURE,
+    GROUP_INFORMATION, N_GROUPS
 };
 
 /* How a value is read, and the type of the field that takes it. */
@@ -91,8 +91,8 @@ struct options {
     int shell;
 };
 
-/* Fills *o from the words after argv[0]; texts point into argv. --help, --version and --completion end the parsing. Errors:
- * GEN_USAGE naming the option, and for an unknown one the nearest. *o is to be freed in either case. */
+/* Fills *o from the words after argv[0]; texts point into argv. --help, --version and --completion end the parsing.
+ * Errors: GEN_USAGE naming the option, and for an unknown one the nearest. *o is to be freed in either case. */
 bool options_parse(struct options *o, int argc, char **argv, struct error *e);
 void options_free(struct options *o);
 /* Was the option of this long name given? */

@@ -1,4 +1,4 @@
-/* output.c - streamed text: stop strings by one Knuth-Morris-Pratt automaton each, so that time is linear in the text. */
+/* output.c - streamed text: a Knuth-Morris-Pratt automaton for each stop string keeps time linear in the text. */
 #include "output.h"
 
 #include <errno.h>
@@ -50,12 +50,12 @@ bool visible_add(struct bytes *out, const char *text, size_t n)
     return true;
 }
 
-/* One stop string. After each byte of the text, `state` is the length of the longest beginning of the stop string that the
- * text ends with. */
+/* One stop string. After each byte of the text, `state` is the length of the longest beginning of the stop string that
+ * the text ends with. */
 struct matcher {
     const char *text;
     size_t len, state;
-    size_t *back;                      /* [len] back[i]: the longest proper beginning of text[0..i] that it also ends with */
+    size_t *back;                      /* [len] length of the longest proper beginning that text[0..i] ends with */
 };
 
 struct stream {
@@ -141,7 +141,8 @@ static bool let_out(struct stream *s, size_t n, struct error *e)
         data = s->shown.data;
         size = s->shown.len;
     }
-    if (s->o.print ? !output_write(data, size, e) : !bytes_add(&s->text, data, size)) return s->o.print ? false : no_memory(e);
+    if (s->o.print && !output_write(data, size, e)) return false;
+    if (!s->o.print && !bytes_add(&s->text, data, size)) return no_memory(e);
     memmove(s->held.data, s->held.data + n, s->held.len - n);
     s->held.len -= n;
     return true;
@@ -153,8 +154,8 @@ static bool advance(struct stream *s, size_t from, bool *stopped, struct error *
     size_t hold = 0;
     for (size_t i = from; i < s->held.len && !*stopped; i++) {
         size_t longest = 0;            /* of several that end here, the one that begins first */
-        for (size_t k = 0; k < s->n_matchers; k++)
-            if (matcher_step(&s->matchers[k], s->held.data[i]) && s->matchers[k].len > longest) longest = s->matchers[k].len;
+        for (struct matcher *m = s->matchers; m < s->matchers + s->n_matchers; m++)
+            if (matcher_step(m, s->held.data[i]) && m->len > longest) longest = m->len;
         if (longest) {
             s->held.len = i + 1 - longest;
             *stopped = s->ended = true;

@@ -1,5 +1,5 @@
-/* output.h - generated text on its way to standard output: whole characters as they come, stop strings held back and never
- * printed, control characters made visible on a terminal. */
+/* output.h - generated text on its way to standard output: whole characters as they come, stop strings held back and
+ * never printed, control characters made visible on a terminal. */
 #ifndef OUTPUT_H
 #define OUTPUT_H
 
@@ -7,11 +7,11 @@
 #include "options.h"
 #include "tokenizer.h"
 
-/* Writes all bytes to standard output now. Errors: GEN_RUN with the system's reason; when the reader of a pipe has gone,
- * false with code GEN_OK and no text: the program is to end quietly. */
+/* Writes all bytes to standard output now. Errors: GEN_RUN with the system's reason; when the reader of a pipe has
+ * gone, false with code GEN_OK and no text: the program is to end quietly. */
 bool output_write(const void *data, size_t n, struct error *e);
 
-/* Adds text with control characters other than tab and line end shown as ^[ (ESC), ^? (DEL) and M-^[ (C1). UTF-8 only. */
+/* Adds UTF-8 text with control characters other than tab and line end shown as ^[ (ESC), ^? (DEL) and M-^[ (C1). */
 bool visible_add(struct bytes *out, const char *text, size_t n);
 
 struct stream;
@@ -27,8 +27,8 @@ struct stream_options {
 /* Errors: GEN_USAGE for a stop string that is not UTF-8, GEN_RUN for memory. */
 bool stream_open(struct stream **out, const struct stream_options *o, struct error *e);
 void stream_close(struct stream *s);
-/* Adds a token's text. *stopped becomes true when a stop string is complete: the text ends before it. The stop string whose
- * end comes first counts. Errors: as output_write, GEN_RUN for memory. */
+/* Adds a token's text. *stopped becomes true when a stop string is complete: the text ends before it. The stop string
+ * whose end comes first counts. Errors: as output_write, GEN_RUN for memory. */
 bool stream_add(struct stream *s, int32_t id, bool *stopped, struct error *e);
 /* The text ends here: what was held back is let out. */
 bool stream_end(struct stream *s, struct error *e);

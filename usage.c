@@ -13,9 +13,9 @@ static const char synopsis[] = "gen [OPTIONS] [-]";
 static const char summary[] = "generate text from a GGUF language model";
 static const char about[] =
     "gen loads a GGUF model and continues a text: the prompt comes from -p, from -f or through standard input. The "
-    "generated text goes to standard output, everything else to standard error. A word - appends standard input to the prompt. "
-    "An option may be written with one dash or two, and its value as the next word or after =; names are never abbreviated; "
-    "where an option is given twice the last one counts, unless it may be repeated.";
+    "generated text goes to standard output, everything else to standard error. A word - appends standard input to the "
+    "prompt. An option may be written with one dash or two, and its value as the next word or after =; names are never "
+    "abbreviated; where an option is given twice the last one counts, unless it may be repeated.";
 
 static const char *const examples[][2] = {
     { "gen -p 'The capital of France is' -n 20", "continue a text" },
@@ -44,7 +44,7 @@ static const char *heading(const struct option_row *row, char out[120])
     return out;
 }
 
-/* The preset as a reader should see it: "off" where it lies outside the values that may be given. NULL = nothing to tell. */
+/* The preset as a reader should see it: "off" where it lies outside the values that may be given. NULL = none. */
 static const char *preset(const struct option_row *row)
 {
     bool number = row->kind == OPT_INT || row->kind == OPT_LONG;
@@ -168,7 +168,8 @@ static void markdown(struct bytes *out)
 {
     char left[120];
     for (int g = 0; g < N_GROUPS; g++) {
-        bytes_printf(out, "%s**%s**\n\n| option | meaning | default |\n|---|---|---|\n", g ? "\n" : "", option_groups[g][1]);
+        bytes_printf(out, "%s**%s**\n\n| option | meaning | default |\n|---|---|---|\n", g ? "\n" : "",
+                     option_groups[g][1]);
         for (int i = 0; i < n_options; i++) {
             const struct option_row *row = &option_table[i];
             if ((int)row->group != g) continue;
@@ -265,7 +266,8 @@ static void brief(struct bytes *out, const char *help)
 
 static void zsh(struct bytes *out)
 {
-    bytes_printf(out, "#compdef gen\n# zsh completion of gen: gen --completion zsh > \"${fpath[1]}/_gen\"\n_arguments \\\n");
+    bytes_printf(out, "#compdef gen\n# zsh completion of gen: gen --completion zsh > \"${fpath[1]}/_gen\"\n"
+                      "_arguments \\\n");
     for (int i = 0; i < n_options; i++) {
         const struct option_row *row = &option_table[i];
         for (int letter = row->letter != 0; letter >= 0; letter--) {
