@@ -11,10 +11,10 @@ struct engine {
     struct backend *b;
     struct engine_options o;
     int64_t ctx;
-    int max_rows;
+    int chunk, max_rows;               /* rows of a prefill chunk, and of the largest batch */
     struct kv_pool pools[KV_GROUPS];
     struct row *rows;                  /* [max_rows] of the batch being built */
-    struct kv_view (*views)[KV_GROUPS];            /* [max(max_rows, 1)] one per sequence of the batch */
+    struct kv_view (*views)[KV_GROUPS];            /* [max_sequences] one per sequence of the batch */
     uint64_t forwards;                 /* forward passes so far: tells whether a sequence's logits are still there */
 };
 
@@ -23,8 +23,8 @@ struct sequence {
     struct kv_table tables[KV_GROUPS];
     int32_t *tokens;                   /* [ctx] */
     int64_t n;                         /* tokens whose keys and values are in the cache */
-    uint64_t forward;                  /* the pass that computed the last row's logits, 0 = none */
-    int logits;                        /* their place among that pass's wanted rows */
+    uint64_t forward;                  /* the pass that computed logits of the last rows, 0 = none */
+    int logits, n_logits;              /* place of the last row's among that pass's wanted rows; rows that have them */
 };
 
 /* ---- opening ------------------------------------------------------------------------------------------------------ */
@@ -86,7 +86,9 @@ bool engine_open(struct engine **out, const struct model *m, const struct engine
     g->ctx = p.ctx;
     int64_t rows = o->batch > 0 ? o->batch : CHUNK;
     if (rows > g->ctx) rows = g->ctx;
-    g->max_rows = (int)(rows > o->max_sequences ? rows : o->max_sequences);
+    g->chunk = (int)rows;
+    if (rows < o->max_sequences) rows = o->max_sequences;
+    g->max_rows = (int)(rows > EXTEND_ROWS ? rows : EXTEND_ROWS);
     for (int i = 0; i < KV_GROUPS; i++)
         if (!kv_pool_open(&g->pools[i], &p.shapes[i], p.pages[i], e)) goto bad;
     g->rows = alloc_zeroed(g->max_rows, sizeof *g->rows, "the batch", e);
@@ -155,15 +157,32 @@ void sequence_close(struct sequence *s)
 int64_t sequence_length(const struct sequence *s) { return s->n; }
 const int32_t *sequence_tokens(const struct sequence *s) { return s->tokens; }
 
-const float *sequence_logits(const struct sequence *s)
+const float *sequence_logits_at(const struct sequence *s, int64_t pos)
 {
-    return s->forward && s->forward == s->g->forwards ? s->g->b->logits(s->g->b, s->logits) : NULL;
+    int64_t back = s->n - 1 - pos;
+    bool there = s->forward && s->forward == s->g->forwards && back >= 0 && back < s->n_logits;
+    return there ? s->g->b->logits(s->g->b, s->logits - (int)back) : NULL;
 }
 
-static void cut(struct sequence *s, int64_t n)
+const float *sequence_logits(const struct sequence *s) { return sequence_logits_at(s, s->n - 1); }
+
+void sequence_cut(struct sequence *s, int64_t n)
 {
-    if (n < s->n) s->n = n, s->forward = 0;
+    if (n < s->n) {
+        int64_t gone = s->n - n;
+        s->logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
+        s->n_logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
+        s->n = n;
+    }
     for (int i = 0; i < KV_GROUPS; i++) kv_table_cut(&s->tables[i], &s->g->pools[i], n);
+}
+
+/* The last `wanted` rows of the pass just run are this sequence's; their logits end at place `last`. */
+static void has_logits(struct sequence *s, int last, int wanted)
+{
+    s->forward = s->g->forwards;
+    s->logits = last;
+    s->n_logits = wanted;
 }
 
 static bool check_token(const struct engine *g, int32_t token, struct error *e)
@@ -206,20 +225,18 @@ static bool extend(struct sequence *s, const int32_t *tokens, int64_t n, int64_t
     int64_t begin = s->n;
     while (s->n < n) {
         if (stop && *stop) return true;
-        int64_t at = s->n, most = n - first > 1 && g->max_rows > LOGIT_ROWS ? LOGIT_ROWS : g->max_rows;
+        int64_t at = s->n, most = n - first > 1 && g->chunk > LOGIT_ROWS ? LOGIT_ROWS : g->chunk;
         int rows = (int)(n - at < most ? n - at : most), wanted = 0;
         for (int i = 0; i < rows; i++) {
             enum want want = at + i >= first ? WANT_LOGITS : WANT_NOTHING;
             wanted += want == WANT_LOGITS;
-            if (!put_row(s, i, 0, tokens[at + i], want, e)) return cut(s, at), false;
+            if (!put_row(s, i, 0, tokens[at + i], want, e)) return sequence_cut(s, at), false;
         }
-        if (!run(g, rows, e)) return cut(s, at), false;
-        s->forward = g->forwards;
-        s->logits = wanted - 1;
-        if (wanted == 0) s->forward = 0;
+        if (!run(g, rows, e)) return sequence_cut(s, at), false;
+        has_logits(s, wanted - 1, wanted);
         for (int i = 0; each && i < wanted; i++)
             if (!each(user, s->n - wanted + i, g->b->logits(g->b, i), e)) return false;
-        if (g->o.progress && n - begin > g->max_rows) g->o.progress("prefill", (double)(s->n - begin) / (n - begin));
+        if (g->o.progress && n - begin > g->chunk) g->o.progress("prefill", (double)(s->n - begin) / (n - begin));
     }
     return true;
 }
@@ -242,7 +259,7 @@ bool sequence_sync(struct sequence *s, const int32_t *tokens, int64_t n, int64_t
     if (same == n && !ready) same = n - 1;
     if (reused) *reused = same;
     if (ready) return true;
-    cut(s, same);
+    sequence_cut(s, same);
     return extend(s, tokens, n, n - 1, NULL, NULL, stop, e);
 }
 
@@ -250,27 +267,33 @@ bool sequence_score(struct sequence *s, const int32_t *tokens, int64_t n, int64_
                     struct error *e)
 {
     if (!fits(s->g, n, e)) return false;
-    cut(s, 0);
+    sequence_cut(s, 0);
     return extend(s, tokens, n, first, each, user, NULL, e);
+}
+
+bool sequence_extend(struct sequence *s, const int32_t *tokens, int n, struct error *e)
+{
+    for (int i = 0; i < n; i++)
+        if (!put_row(s, i, 0, tokens[i], WANT_LOGITS, e)) return sequence_cut(s, s->n - i), false;
+    if (!run(s->g, n, e)) return sequence_cut(s, s->n - n), false;
+    has_logits(s, n - 1, n);
+    return true;
 }
 
 bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *tokens, int n, struct error *e)
 {
     for (int i = 0; i < n; i++) {
         if (!put_row(seqs[i], i, i, tokens[i], WANT_LOGITS, e)) {
-            while (i-- > 0) cut(seqs[i], seqs[i]->n - 1);
+            while (i-- > 0) sequence_cut(seqs[i], seqs[i]->n - 1);
             return false;
         }
     }
     if (!g->o.cache && n == 1) {       /* the baseline: nothing is kept from the last step */
         int64_t all = seqs[0]->n;
-        cut(seqs[0], 0);
+        sequence_cut(seqs[0], 0);
         return extend(seqs[0], seqs[0]->tokens, all, all - 1, NULL, NULL, NULL, e);
     }
     if (!run(g, n, e)) return false;
-    for (int i = 0; i < n; i++) {
-        seqs[i]->forward = g->forwards;
-        seqs[i]->logits = i;
-    }
+    for (int i = 0; i < n; i++) has_logits(seqs[i], i, 1);
     return true;
 }

@@ -52,8 +52,16 @@ bool sequence_score(struct sequence *s, const int32_t *tokens, int64_t n, int64_
 /* One token more for each of n different sequences, in one forward pass; their logits are ready afterwards. Does not allocate. */
 bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *tokens, int n, struct error *e);
 
-/* Logits after the sequence's last token: [n_vocab], valid until the next call that computes anything. NULL when there are none. */
+/* Appends n tokens, 1 to EXTEND_ROWS, in one forward pass; the logits after each of them are ready afterwards. Does not allocate. */
+enum { EXTEND_ROWS = 16 };
+bool sequence_extend(struct sequence *s, const int32_t *tokens, int n, struct error *e);
+/* Drops all tokens from position n on. */
+void sequence_cut(struct sequence *s, int64_t n);
+
+/* Logits after the sequence's last token, or after the one at `pos`: [n_vocab], valid until the next call that computes anything.
+ * NULL when there are none. */
 const float *sequence_logits(const struct sequence *s);
+const float *sequence_logits_at(const struct sequence *s, int64_t pos);
 int64_t sequence_length(const struct sequence *s);
 const int32_t *sequence_tokens(const struct sequence *s);
 
