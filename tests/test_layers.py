@@ -6,31 +6,46 @@ from conftest import ROOT
 
 # Which project headers a unit (NAME.c and NAME.h together) may include beside its own and base.h, which all may.
 MAY_INCLUDE = {
-    "gen": "engine batch chat measure model sampler tokenizer gguf",
-    "measure": "engine",
-    "batch": "engine kvcache chat sampler tokenizer",
+    # the program
+    "gen": "engine batch chat measure model sampler tokenizer gguf inspect lookup memory options output probe usage",
+    "usage": "options",
+    "output": "options tokenizer",
+    "options": "sampler",
+    # what it does
+    "inspect": "engine gguf batch json memory output",
+    "measure": "engine lookup probe tokenizer json",
+    "batch": "engine kvcache chat sampler tokenizer json",
     "chat": "engine jinja sampler tokenizer",
+    "engine": "model kvcache kvstore backend lookup",
+    # its parts
     "jinja": "",
+    "json": "",
     "sampler": "",
-    "engine": "model kvcache kvstore backend",
-    "tokenizer": "gguf",
+    "lookup": "",
+    "memory": "",
+    "probe": "kernels threads",
+    "tokenizer": "gguf pretokenizer utf8",
+    "pretokenizer": "utf8",
+    "utf8": "",
     "model": "gguf quant",
     "gguf": "quant",
     "quant": "",
     "base": "",
+    # the machine
     "backend": "kvcache model",
     "cpu": "backend model kvcache quant kernels threads",
-    "threads": "",
     "kernels": "kvcache model quant",
+    "threads": "",
     "kvcache": "",
     "kvstore": "kvcache",
     "comm": "",
 }
+# The files that are compiled once per instruction set are one unit: kernels.h, kernels_avx2.c, kernels.inc and these.
+KERNELS = {"vector.h", "layer.inc", "matmul.inc", "processor.h"}
 
 
 def unit(path):
-    """The files that are compiled once per instruction set are one unit: kernels_avx2.c, kernels.inc, vector.h, ..."""
-    return "kernels" if path.name.startswith(("kernels", "vector.", "layer.")) else path.stem
+    return "kernels" if path.name.startswith("kernels") or path.name in KERNELS else path.stem
 
 
 def includes(path):
