@@ -180,8 +180,8 @@ static bool open_file(struct program *p, struct error *e)
     char buffer[PATH_MAX + 64];
     const char *path = model_path(p, buffer);
     if (!path)
-        return fail(e, GEN_USAGE, "there is no model: name a GGUF file with -m FILE or GEN_MODEL, or run `make run` once "
-                                  "in gen's source directory, which obtains " DEFAULT_MODEL);
+        return fail(e, GEN_USAGE, "there is no model: name a GGUF file with -m FILE or GEN_MODEL, or run `make run` "
+                                  "once in gen's source directory, which obtains " DEFAULT_MODEL);
     return gguf_open(&p->file, path, !p->o.no_mmap, e);
 }
 

@@ -217,12 +217,12 @@ static bool run_lines(struct bytes *out, const struct model *m, int64_t ctx, uin
     ok = ok && bytes_printf(out, "context  %lld tokens (the model's: %d)\n", (long long)ctx, m->n_ctx);
     if (m->head_k == m->head_v)
         ok = ok
-          && bytes_printf(out, "cache    2 * layers %d * KV heads %d * head size %d * tokens %lld * bytes of the type\n",
+          && bytes_printf(out, "cache    2 * layers %d * KV heads %d * head size %d * tokens %lld * bytes of type\n",
                           m->n_layer, m->n_kv, m->head_k, (long long)ctx);
     else
         ok = ok
-          && bytes_printf(out, "cache    layers %d * KV heads %d * (key size %d * its bytes + value size %d * its bytes) * "
-                               "tokens %lld\n", m->n_layer, m->n_kv, m->head_k, m->head_v, (long long)ctx);
+          && bytes_printf(out, "cache    layers %d * KV heads %d * (key size %d * its bytes + value size %d * its "
+                               "bytes) * tokens %lld\n", m->n_layer, m->n_kv, m->head_k, m->head_v, (long long)ctx);
     for (int i = 0; ok && i < n; i++) {
         human_bytes((double)s[i].formula, a);
         human_bytes((double)s[i].usage.bytes_reserved, b);

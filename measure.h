@@ -24,9 +24,9 @@ struct perplexity {
 };
 
 /* Scores tokens[0..n) by the method of llama.cpp's llama-perplexity: the text is cut into windows of w tokens (a rest
- * is left out); in the model's input each window's first token becomes the start token where the model wants one; rows w/2
- * to w-2 are scored by the probability they give to the token that follows them. Errors: GEN_USAGE (text too short; a
- * base that is no such file, damaged, or of other tokens, vocabulary or windows), GEN_RUN (memory, files, logits that
+ * is left out); in the model's input each window's first token becomes the start token where the model wants one; rows
+ * w/2 to w-2 are scored by the probability they give to the token that follows them. Errors: GEN_USAGE (text too short;
+ * a base that is no such file, damaged, or of other tokens, vocabulary or windows), GEN_RUN (memory, files, logits that
  * give a token no finite probability, stopped). */
 bool perplexity_measure(struct perplexity *out, struct engine *g, const struct tokenizer *t, const int32_t *tokens,
                         size_t n, const struct perplexity_options *o, struct error *e);
