@@ -4,7 +4,7 @@
 
 config ?= release
 PREFIX ?= /usr/local
-PROMPT ?= The capital of France is
+PROMPT ?= Photosynthesis is the process by which
 FUZZ_SECONDS ?= 60
 
 B := build/$(config)
@@ -62,7 +62,7 @@ export UBSAN_OPTIONS ?= exitcode=99:print_stacktrace=1
 .PHONY: all deps run test test-c sanitize fuzz check-long programs install uninstall clean help FORCE
 .DELETE_ON_ERROR:
 
-all: $(if $(wildcard gen.c),$(PROGRAM),$(LIBRARY)) ## build ./gen (the default)
+all: $(PROGRAM) ## build ./gen (the default)
 
 deps: ## install what building, running and testing need (Debian, Ubuntu); prints nothing when all is there
 	@CC='$(CC)' ./deps.sh build model test
@@ -71,7 +71,8 @@ run: ## obtain the default model and let it continue PROMPT="..."
 	@CC='$(CC)' ./deps.sh build $(if $(wildcard $(DEFAULT_MODEL)),,model)
 	@$(SUBMAKE) all
 	@$(if $(wildcard $(DEFAULT_MODEL)),,python3 weights/get.py smollm2)
-	@PROMPT='$(subst ','\'',$(PROMPT))' && set -x && ./gen --temp 0 -n 40 -p "$$PROMPT"
+	@echo './gen --temp 0 -n 29 -p "$(subst ','\'',$(PROMPT))"'
+	@./gen --temp 0 -n 29 -p '$(subst ','\'',$(PROMPT))'
 
 test: ## all tests; DATA=DIR names the conformance data, without which some are skipped
 	@CC='$(CC)' ./deps.sh build model test
@@ -102,7 +103,7 @@ check-long: ## the tests with their long versions, and ten minutes of fuzzing ea
 	@$(MAKE) --no-print-directory FUZZ_SECONDS=600 fuzz
 	@$(MAKE) --no-print-directory PYTEST_ADDOPTS='-m "long or not long"' test
 
-install: $(if $(wildcard gen.c),$(PROGRAM),$(LIBRARY)) ## install gen into PREFIX (/usr/local) under DESTDIR
+install: $(PROGRAM) ## install gen into PREFIX (/usr/local) under DESTDIR
 	install -d '$(DESTDIR)$(PREFIX)/bin'
 	install -m 755 $(PROGRAM) '$(DESTDIR)$(PREFIX)/bin/gen'
 
