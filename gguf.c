@@ -427,8 +427,8 @@ static bool tensor_size(const struct part *p, struct gguf_tensor *t, struct erro
     size_t weights = 1;
     for (int i = 0; i < 4; i++) {
         if (t->ne[i] == 0) return bad(p, e, "tensor '%.*s': dimension %d is 0", NAME(t->name), i + 1);
-        if (!size_mul(weights, t->ne[i], &weights) || weights > INT64_MAX)
-            return bad(p, e, "tensor '%.*s' is too large: its dimensions multiply to more than 2^63", NAME(t->name));
+        if (!size_mul(weights, t->ne[i], &weights))
+            return bad(p, e, "tensor '%.*s' is too large: its dimensions multiply to more than 2^64", NAME(t->name));
     }
     if (t->ne[0] % (uint64_t)info->block)
         return bad(p, e, "tensor '%.*s': its rows of %zu weights are no whole number of %s blocks of %d",

@@ -36,8 +36,9 @@ struct gguf_tensor {
     size_t size;                       /* in bytes: whole, inside the file and not overlapping another tensor */
 };
 
-/* Opens FILE (of a split set: the first; the others are found beside it). use_map: memory-map the tensor data, else it
- * is only reachable through gguf_read. The metadata is always in memory. Errors: GEN_MODEL with the file's name. */
+/* Opens FILE (of a split set: the first; the others are found beside it). use_map: memory-map the tensor data; without
+ * it, or where the system cannot map the file, data is only reachable through gguf_read. The metadata is always a
+ * private copy. Errors: GEN_MODEL with the file's name; GEN_RUN when memory is out. */
 bool gguf_open(struct gguf **out, const char *path, bool use_map, struct error *e);
 void gguf_close(struct gguf *g);
 
@@ -49,8 +50,9 @@ uint64_t gguf_file_bytes(const struct gguf *g);      /* all files of the set tog
 const struct gguf_value *gguf_value_at(const struct gguf *g, size_t i);
 const struct gguf_value *gguf_find(const struct gguf *g, const char *key);
 
-/* Typed access. Absent key: *out is left as it was and the result is true. Wrong type or out of range: false and *e names
- * key, wanted and found type. Any integer type converts to u64 when not negative; integers convert to f64. */
+/* Typed access. Absent key: *out is left as it was and the result is true. Wrong type or out of range: false and *e
+ * names key, wanted and found type. Any integer type converts to u64 when not negative; integers convert to f64, and
+ * infinities and NaNs are out of range. */
 bool gguf_get_u64(const struct gguf *g, const char *key, uint64_t *out, struct error *e);
 bool gguf_get_f64(const struct gguf *g, const char *key, double *out, struct error *e);
 bool gguf_get_bool(const struct gguf *g, const char *key, bool *out, struct error *e);
@@ -63,9 +65,12 @@ struct gguf_str gguf_next_str(const uint8_t **cursor);
 size_t gguf_tensor_count(const struct gguf *g);
 const struct gguf_tensor *gguf_tensor_at(const struct gguf *g, size_t i);
 const struct gguf_tensor *gguf_tensor(const struct gguf *g, const char *name);     /* NULL when absent */
-const void *gguf_data(const struct gguf *g, const struct gguf_tensor *t);          /* NULL when not mapped */
+/* The mapped data, aligned to at least 8 bytes, or NULL when not mapped. Touching it after the file was made shorter
+ * raises SIGBUS, as with any mapping. */
+const void *gguf_data(const struct gguf *g, const struct gguf_tensor *t);
 /* Copies `size` bytes at `offset` of the tensor's data with pread, not through the map. Thread-safe. */
-bool gguf_read(const struct gguf *g, const struct gguf_tensor *t, size_t offset, void *dst, size_t size, struct error *e);
+bool gguf_read(const struct gguf *g, const struct gguf_tensor *t, size_t offset, void *dst, size_t size,
+               struct error *e);
 /* Gives mapped pages of the tensor back to the system (they can be read again). */
 void gguf_forget(const struct gguf *g, const struct gguf_tensor *t);
 

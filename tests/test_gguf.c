@@ -576,6 +576,27 @@ static void test_alignment(void **state)
     refused(&b, "'general.alignment' must not be negative");
 }
 
+/* One value longer than the steps in which the head is read, and what follows it. */
+static void test_long_value(void **state)
+{
+    (void)state;
+    struct bytes b = { 0 };
+    uint64_t n = (3 << 20) + 5;
+    put_header(&b, 3, 0, 2);
+    put_value(&b, "long", GGUF_ARRAY, &(uint32_t){ GGUF_U8 }, 4);
+    put_u64(&b, n);
+    size_t start = b.len;
+    put_data(&b, n);
+    put_value_u32(&b, "after", 7);
+    fill(b.data, b.len);
+    struct gguf *g = open_good(memory_path, false);
+    assert_int_equal(gguf_find(g, "long")->size, n);
+    assert_memory_equal(gguf_find(g, "long")->data, b.data + start, n);
+    assert_int_equal(u64_of(g, "after"), 7);
+    gguf_close(g);
+    bytes_free(&b);
+}
+
 /* Huge numbers that a sparse file does back with bytes: refused, or opened, in bounded time and memory. */
 static void test_huge_files(void **state)
 {
@@ -832,7 +853,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         MEMORY(test_values), MEMORY(test_wrong_types), MEMORY(test_tensors), MEMORY(test_every_prefix),
         MEMORY(test_damage), MEMORY(test_refused_headers), MEMORY(test_refused_values), MEMORY(test_refused_tensors),
-        MEMORY(test_overlap_and_names), MEMORY(test_alignment), MEMORY(test_huge_files),
+        MEMORY(test_overlap_and_names), MEMORY(test_alignment), MEMORY(test_long_value), MEMORY(test_huge_files),
         MEMORY(test_file_changes_while_open), FOLDER(test_paths), FOLDER(test_split_set),
         FOLDER(test_broken_split_sets),
     };
