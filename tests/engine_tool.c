@@ -1,0 +1,148 @@
+/* engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS - several sequences of one engine go through random operations (sync to a
+ * changed text, extend, cut, one step together); after each, the logits must be the bits that a second engine computes from nothing.
+ * The token loop must not allocate. Prints the number of comparisons. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../engine.h"
+
+/* ---- the allocator guard: while `watched` is set, allocating is an error --------------------------------------------- */
+
+#if defined __has_feature
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1         /* as gcc says it */
+#endif
+#endif
+
+static int watched;
+#if !defined __SANITIZE_ADDRESS__
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t),
+            *__libc_memalign(size_t, size_t);
+static void check(void)
+{
+    if (!watched) return;
+    watched = 0;
+    fputs("the token loop allocated memory\n", stderr);
+    abort();
+}
+void *malloc(size_t n) { check(); return __libc_malloc(n); }
+void *calloc(size_t n, size_t size) { check(); return __libc_calloc(n, size); }
+void *realloc(void *p, size_t n) { check(); return __libc_realloc(p, n); }
+void *aligned_alloc(size_t align, size_t n) { check(); return __libc_memalign(align, n); }
+#endif
+
+enum { SEQUENCES = 3, CTX = 300 };
+
+static uint64_t state;
+static int rnd(int n)
+{
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (int)((state >> 33) % (uint64_t)n);
+}
+
+static void must(bool ok, const struct error *e)
+{
+    if (ok) return;
+    fprintf(stderr, "engine_tool: %s\n", e->text);
+    exit(1);
+}
+
+static int checks;
+
+/* The logits of s after position `pos` are those of its tokens computed from nothing. */
+static void compare(struct engine *plain, const struct sequence *s, int64_t pos, const char *what, int step)
+{
+    struct error e;
+    struct sequence *fresh;
+    size_t bytes = sizeof(float) * engine_model(plain)->n_vocab;
+    const float *have = sequence_logits_at(s, pos), *want;
+    must(sequence_open(&fresh, plain, &e) && sequence_sync(fresh, sequence_tokens(s), pos + 1, NULL, NULL, &e), &e);
+    want = sequence_logits(fresh);
+    if (!have || !want || memcmp(have, want, bytes)) {
+        fprintf(stderr, "engine_tool: step %d (%s): logits after position %lld %s\n", step, what, (long long)pos,
+                have ? "are other bits" : "are missing");
+        exit(1);
+    }
+    sequence_close(fresh);
+    checks++;
+}
+
+/* A new text that shares a random part with the sequence's. */
+static void step_sync(struct engine *plain, struct sequence *s, int step)
+{
+    struct error e;
+    int32_t text[CTX];
+    int64_t n = sequence_length(s), same = rnd((int)n + 1), all = same + rnd(CTX - (int)same) , reused;
+    if (all == 0) all = 1;
+    memcpy(text, sequence_tokens(s), sizeof *text * same);
+    for (int64_t i = same; i < all; i++) text[i] = rnd(engine_model(plain)->n_vocab);
+    must(sequence_sync(s, text, all, &reused, NULL, &e), &e);
+    if (reused > all || sequence_length(s) != all) must((e.text[0] = 0, false), &e);
+    compare(plain, s, all - 1, "sync", step);
+}
+
+static void step_extend(struct engine *plain, struct sequence *s, int step)
+{
+    struct error e;
+    int32_t draft[EXTEND_ROWS];
+    int n = 1 + rnd(EXTEND_ROWS);
+    int64_t before = sequence_length(s);
+    if (before + n > CTX) return;
+    for (int i = 0; i < n; i++) draft[i] = rnd(engine_model(plain)->n_vocab);
+    watched = 1;
+    must(sequence_extend(s, draft, n, &e), &e);
+    watched = 0;
+    sequence_cut(s, before + 1 + rnd(n));
+    compare(plain, s, before, "extend", step);
+    compare(plain, s, sequence_length(s) - 1, "extend", step);
+}
+
+static void step_together(struct engine *g, struct engine *plain, struct sequence **s, int step)
+{
+    struct error e;
+    struct sequence *who[SEQUENCES];
+    int32_t token[SEQUENCES];
+    int n = 0;
+    for (int i = 0; i < SEQUENCES; i++)
+        if (rnd(3) && sequence_length(s[i]) < CTX) who[n] = s[i], token[n++] = rnd(engine_model(plain)->n_vocab);
+    if (n == 0) return;
+    watched = 1;
+    must(engine_step(g, who, token, n, &e), &e);
+    watched = 0;
+    for (int i = 0; i < n; i++) compare(plain, who[i], sequence_length(who[i]) - 1, "step", step);
+}
+
+int main(int argc, char **argv)
+{
+    struct error e = { 0 };
+    struct gguf *file;
+    struct model *m;
+    struct engine *g, *plain;
+    struct sequence *s[SEQUENCES];
+    char note[200];
+    if (argc != 9) return fprintf(stderr, "usage: engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS\n"), 2;
+    state = strtoull(argv[2], NULL, 10);
+    enum kv_type type = strcmp(argv[6], "f32") == 0 ? KV_F32 : KV_F16;
+    struct engine_options o = { .ctx = CTX, .batch = atoi(argv[7]), .threads = atoi(argv[8]), .max_sequences = SEQUENCES,
+                                .layout = strcmp(argv[4], "paged") ? KV_CONTIGUOUS : KV_PAGED, .page_size = atoi(argv[5]),
+                                .type_k = type, .type_v = type, .cache = true };
+    struct engine_options po = { .ctx = CTX, .threads = 1, .max_sequences = 1, .layout = KV_CONTIGUOUS, .page_size = KV_BLOCK,
+                                 .type_k = type, .type_v = type, .cache = true };
+    must(gguf_open(&file, argv[1], true, &e) && model_open(&m, file, &(struct model_options){ 0 }, note, &e), &e);
+    must(engine_open(&g, m, &o, &e) && engine_open(&plain, m, &po, &e), &e);
+    for (int i = 0; i < SEQUENCES; i++) must(sequence_open(&s[i], g, &e), &e);
+    for (int step = 0; step < atoi(argv[3]); step++)
+        switch (rnd(4)) {
+        case 0: step_sync(plain, s[rnd(SEQUENCES)], step); break;
+        case 1: step_extend(plain, s[rnd(SEQUENCES)], step); break;
+        default: step_together(g, plain, s, step);
+        }
+    for (int i = 0; i < SEQUENCES; i++) sequence_close(s[i]);
+    if (engine_kv_usage(g).pages) return fprintf(stderr, "engine_tool: pages were lost\n"), 1;
+    engine_close(g);
+    engine_close(plain);
+    model_close(m);
+    printf("%d comparisons\n", checks);
+    return 0;
+}
