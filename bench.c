@@ -55,8 +55,8 @@ static bool read_list(const char *option, const char *text, int64_t lo, int64_t 
         char *end;
         long long x = *p >= '0' && *p <= '9' ? strtoll(p, &end, 10) : -1;
         if (x < lo || x > hi || (*end != ',' && *end != '\0'))
-            return fail(e, GEN_USAGE, "%s '%s' is not possible: it takes whole numbers from %lld to %lld with commas between "
-                                      "them", option, text, (long long)lo, (long long)hi);
+            return fail(e, GEN_USAGE, "%s '%s' is not possible: it takes whole numbers from %lld to %lld with commas "
+                                      "between them", option, text, (long long)lo, (long long)hi);
         if (out->n == LIST) return fail(e, GEN_USAGE, "%s '%s' has more than %d numbers", option, text, LIST);
         out->at[out->n++] = x;
         p = end;
@@ -97,8 +97,8 @@ static bool open_engine(struct run *r, const struct model *m, struct engine_opti
         if (t->parallel > eo.max_sequences) eo.max_sequences = t->parallel;
     }
     if (eo.ctx && eo.ctx < longest)
-        return fail(e, GEN_USAGE, "the longest test needs a context of %lld tokens, but --ctx-size is %lld", (long long)longest,
-                    (long long)eo.ctx);
+        return fail(e, GEN_USAGE, "the longest test needs a context of %lld tokens, but --ctx-size is %lld",
+                    (long long)longest, (long long)eo.ctx);
     if (!eo.ctx) eo.ctx = longest;
     eo.progress = NULL;                /* the tests tell their own */
     r->tokens = alloc_zeroed((size_t)longest, sizeof *r->tokens, "the text", e);
@@ -130,7 +130,8 @@ static struct work work_of(const struct model *m, const struct engine_options *e
         *(l->local ? &w.local : &w.global) += 1;
     }
     add_matrix(&w, &m->out, &w.head);
-    w.cell = (double)m->n_kv * (m->head_k * (double)kv_type_bytes(eo->type_k) + m->head_v * (double)kv_type_bytes(eo->type_v));
+    double key = m->head_k * (double)kv_type_bytes(eo->type_k), value = m->head_v * (double)kv_type_bytes(eo->type_v);
+    w.cell = m->n_kv * (key + value);
     return w;
 }
 
@@ -265,16 +266,16 @@ static bool print_json(struct bytes *out, const struct run *r, struct error *e)
 static bool print_table(struct bytes *out, const struct run *r, struct error *e)
 {
     const struct backend *b = engine_backend(r->g);
-    bool ok = bytes_printf(out, "%s %s, %d thread%s; memory %.1f GB/s, %.1f G multiply-adds of bytes per second; median of %d\n\n"
+    bool ok = bytes_printf(out, "%s %s, %d thread%s; memory %.1f GB/s, byte products %.1f GMAC/s; median of %d runs\n\n"
                                 "%-8s %6s %6s %4s %10s %9s %8s %8s %6s %8s %6s\n",
                            b->name, b->isa, b->threads, b->threads == 1 ? "" : "s", r->limits.bytes / 1e9,
-                           r->limits.multiply_adds / 1e9, r->o->reps, "test", "tokens", "depth", "seqs", "tokens/s", "best",
-                           "stddev", "GB/s", "of it", "GMAC/s", "of it");
+                           r->limits.multiply_adds / 1e9, r->o->reps, "test", "tokens", "depth", "seqs", "tokens/s",
+                           "best", "stddev", "GB/s", "of it", "GMAC/s", "of it");
     for (const struct test *t = r->tests; t < r->tests + r->n_tests && ok; t++) {
         double bytes = bytes_per_token(&r->work, t) * t->median, products = products_per_token(&r->work, t) * t->median;
         ok = bytes_printf(out, "%-8s %6lld %6lld %4d %10.2f %9.2f %8.2f %8.2f %4.0f %% %8.1f %4.0f %%\n",
-                          t->decode ? "decode" : "prefill", (long long)t->n, (long long)t->depth, t->parallel, t->median,
-                          t->best, t->deviation, bytes / 1e9, 100 * bytes / r->limits.bytes, products / 1e9,
+                          t->decode ? "decode" : "prefill", (long long)t->n, (long long)t->depth, t->parallel,
+                          t->median, t->best, t->deviation, bytes / 1e9, 100 * bytes / r->limits.bytes, products / 1e9,
                           100 * products / r->limits.multiply_adds);
     }
     return ok || fail(e, GEN_RUN, "cannot allocate memory for the result");

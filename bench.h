@@ -16,13 +16,13 @@ struct bench_options {
     const volatile int *stop;          /* non-zero ends the run with an error; may be NULL */
 };
 
-/* Runs every test with an engine of its own and adds a table, or the JSON array of objects, to *out. Without prefill and decode
- * the tests are prefill of 512 tokens and decode of 128. *eo is the engine's options but for max_sequences; with ctx = 0 the
- * context is what the longest test needs, whatever the model was made for.
+/* Runs every test with an engine of its own and adds a table, or the JSON array of objects, to *out. With neither
+ * prefill nor decode given the tests are prefill of 512 tokens and decode of 128. *eo is the engine's options but for
+ * max_sequences; with ctx = 0 the context is what the longest test needs, whatever the model was made for.
  *
- * tokens_per_s is the median of the repetitions, over all sequences. bytes_per_token is the least that must be read from memory
- * for a token: the matrices once for each forward pass (a prefill counts as one), and the keys and values of the tokens that it
- * sees. Errors: GEN_USAGE for the lists and a context that is too small, GEN_RUN. */
+ * tokens_per_s is the median of the repetitions, over all sequences. bytes_per_token is the least that must be read
+ * from memory for a token: the matrices once for each forward pass (a prefill counts as one), and the keys and values
+ * of the tokens that it sees. Errors: GEN_USAGE for the lists and a context that is too small, GEN_RUN. */
 bool bench_run(struct bytes *out, const struct model *m, const struct engine_options *eo, const struct bench_options *o,
                struct error *e);
 

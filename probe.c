@@ -23,13 +23,14 @@ struct probe {
     struct limits best;
 };
 
-/* ---- multiply-adds ------------------------------------------------------------------------------------------------ */
+/* ---- multiply-adds */
 
 /* Keeps the compiler from knowing what is in a register, and from dropping it. */
 #define OPAQUE(x) __asm__ volatile ("" : "+v"(x))
 
 enum { SUMS = 8 };                     /* independent sums: an instruction's latency is hidden behind the others */
-#define EACH_SUM(n) _Pragma("GCC unroll 8") for (int i = 0; i < (n); i++)      /* unrolled, so that they are registers */
+/* Unrolled, so that the sums are registers. */
+#define EACH_SUM(n) _Pragma("GCC unroll 8") for (int i = 0; i < (n); i++)
 
 /* A processor without byte products: pairs of int16. */
 static int dots_generic(int64_t rounds)
@@ -98,7 +99,7 @@ static void dot_job(void *user, int thread)
     p->dots(DOT_ROUNDS);
 }
 
-/* ---- memory ------------------------------------------------------------------------------------------------------- */
+/* ---- memory */
 
 typedef uint64_t words __attribute__((vector_size(16)));
 
@@ -125,7 +126,7 @@ static void touch_job(void *user, int thread)
         memset(p->buffer + (size_t)piece * PIECE, 1, PIECE);
 }
 
-/* ---- both --------------------------------------------------------------------------------------------------------- */
+/* ---- both */
 
 bool probe_open(struct probe **out, const char *isa, int threads, struct error *e)
 {

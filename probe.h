@@ -1,4 +1,4 @@
-/* probe.h - what this machine can do at best: bytes read from memory and 8-bit multiply-adds, in all threads together. */
+/* probe.h - what this machine can do at best: bytes read from memory, and multiply-adds of bytes, per second. */
 #ifndef PROBE_H
 #define PROBE_H
 
@@ -6,9 +6,10 @@
 
 struct probe;
 
+/* Of all threads together. */
 struct limits {
-    double bytes;                      /* read from memory per second: plain loads from a buffer far larger than the caches */
-    double multiply_adds;              /* of bytes per second: dot products of registers */
+    double bytes;                      /* read from memory per second, from a buffer far larger than the caches */
+    double multiply_adds;              /* of bytes in registers per second */
 };
 
 /* isa: name of a table of kernels; the multiply-adds are done with the instructions that it has for them. The buffer
