@@ -149,8 +149,8 @@ bool inspect_file(struct bytes *out, const struct gguf *g, bool json, struct err
 
 uint64_t cache_room(const struct model *m)
 {
-    uint64_t available = memory_available(), taken = tensor_bytes(m->file) + (64u << 20);
-    return available > taken ? available - taken : 0;
+    uint64_t available = memory_available(), room = available - available / 4, weights = tensor_bytes(m->file);
+    return room > weights ? room - weights : 0;
 }
 
 static bool fits(const struct model *m, struct engine_options o, int64_t ctx, uint64_t room)

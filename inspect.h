@@ -18,7 +18,7 @@ bool inspect_run(struct bytes *out, const struct model *m, const struct engine_o
 bool inspect_tensors(struct bytes *out, const struct gguf *g, void (*progress)(const char *what, double done),
                      struct error *e);
 
-/* Bytes that the cache may take: the memory available less the weights and some room to work in. */
+/* Bytes that the cache may take: three quarters of the memory available, less the weights. */
 uint64_t cache_room(const struct model *m);
 /* The largest context, at most `most` tokens, whose cache fits into `room` bytes; a multiple of KV_BLOCK unless it is
  * `most`. 0: not even one block of tokens fits. */
