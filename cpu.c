@@ -84,10 +84,7 @@ static void *carve(struct carver *c, size_t count, size_t size)
 static void carve_acts(struct carver *c, struct acts *a, size_t rows, int k)
 {
     size_t k32 = ((size_t)k + 31) / 32 * 32;
-    a->q = carve(c, rows * k32, 1);
-    a->d = carve(c, rows * k32 / 32, sizeof(float));
-    a->s = carve(c, rows * k32 / 32, sizeof(float));
-    a->h = carve(c, rows * k32 / 16, sizeof(int16_t));
+    a->b = carve(c, rows * k32 / 32, sizeof *a->b);
 }
 
 static int widest(const struct model *m)
@@ -602,7 +599,7 @@ static void feed_forward(struct cpu *c, const struct cpu_layer *l, const struct 
             float *g = c->gate + (size_t)t * F + r0;
             size_t at = (size_t)t * F + r0;
             c->k->glu(g, c->up + at, r1 - r0, c->m->act, g);
-            struct acts part = { 1, r1 - r0, g, c->ffn.q + at, c->ffn.d + at / 32, c->ffn.s + at / 32, c->ffn.h + at / 16 };
+            struct acts part = { 1, r1 - r0, g, c->ffn.b + at / 32 };
             if (F % 32 == 0) c->k->quantise(&part, 0);
         }
     }

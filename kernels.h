@@ -21,14 +21,20 @@
 #include "model.h"
 #include "quant.h"
 
-/* Activations of n tokens, k values each, ready to be multiplied. k is a multiple of 32 where q is used. */
+/* 32 activations as integers: a value is d * q. `all` and `upper` are sums of q over the whole block and over its upper half, each
+ * for the columns 0, 1 (mod 4) and 2, 3 (mod 4). */
+struct act_block {
+    float d;                           /* largest magnitude / 127 */
+    float s;                           /* d * (sum of q) */
+    int16_t all[2], upper[2];
+    int8_t q[32];                      /* f / d rounded to nearest, ties to even: -127..127 */
+};
+
+/* Activations of n tokens, k values each, ready to be multiplied. k is a multiple of 32 where b is used. */
 struct acts {
     int n, k;
     const float *f;                    /* [n][k] */
-    int8_t *q;                         /* [n][k]     f / d, rounded to nearest, ties to even: -127..127 */
-    float *d;                          /* [n][k/32]  largest magnitude of the block / 127 */
-    float *s;                          /* [n][k/32]  d * (sum of the block's q) */
-    int16_t *h;                        /* [n][k/16]  sum of q over each half of the block */
+    struct act_block *b;               /* [n][k/32] */
 };
 
 /* A matrix as the CPU keeps it: W[rows][cols]. */
@@ -73,8 +79,8 @@ struct kernels {
     /* out[cols] = row r of w in floats, the same bits as the scalar dequantiser. */
     void (*row)(const struct weight *w, int64_t r, float *out);
 
-    /* Quantises row t of x: fills row t of q, d, s and h from f. A block whose largest magnitude is below 127 * 2^-126 becomes
-     * zero; one with an infinity or a NaN gets d = s = NaN, which reaches every output. */
+    /* Quantises row t of x: fills row t of b from f. A block whose largest magnitude is below 127 * 2^-126 becomes zero; one
+     * with an infinity or a NaN gets d = s = NaN, which reaches every output. */
     void (*quantise)(const struct acts *x, int t);
     /* y[(t - t0) * ld + (r - row0)] = W[r] . x[t] for rows [row0, row1) and tokens [t0, t1). `scratch` has scratch_bytes(w). */
     void (*matmul)(const struct weight *w, int64_t row0, int64_t row1, const struct acts *x, int t0, int t1,

@@ -1,7 +1,7 @@
 /* test_matmul.c - every table of kernels against the law of kernels.h, bit for bit, and against the dequantised weights.
  *
  * Sizes go around every constant of the kernels: rows around the tile and the strip of two tiles, columns around the strip's
- * length of 256 / tile blocks, tokens around the group of four. */
+ * length of 320 / tile blocks, tokens around the groups of three and four. */
 #include "kernels.h"
 
 #include <math.h>
@@ -86,7 +86,7 @@ static void *random_rows(enum tensor_type type, int rows, int cols)
             memcpy(b, &h, 2);
         } else {
             for (int k = 0; k < info->bytes; k++) b[k] = (uint8_t)random_bits();
-            if (random_bits() % 16 == 0) memset(b, random_bits() % 2 ? 0xFF : 0x80, info->bytes);   /* the extreme codes */
+            if (random_bits() % 4 == 0) memset(b, (int[]){ 0xFF, 0x80, 0x7F, 0 }[random_bits() % 4], info->bytes);   /* extremes */
             set_scales(type, b);
         }
     }
@@ -176,13 +176,14 @@ static float by_law(enum tensor_type type, const void *row, const struct acts *x
         struct law_block o = { .scale = { 1, 1 } };
         if (info->block == 32) law_small(type, (const uint8_t *)row + (size_t)b * info->bytes, &o);
         else law_big(type, (const uint8_t *)row + (size_t)(b / 8) * info->bytes, b % 8, &o);
+        const struct act_block *v = &x->b[(size_t)t * nb + b];
         int sum[2] = { 0, 0 }, q_sum[2] = { 0, 0 };
         for (int i = 0; i < 32; i++) {
-            int q = x->q[(size_t)t * x->k + 32 * b + i];
+            int q = v->q[i];
             sum[i / 16] += o.code[i] * q;
             q_sum[i / 16] += q;
         }
-        float d = x->d[(size_t)t * nb + b];
+        float d = v->d;
         acc = multiply_add(o.d * d, (float)(sum[0] * o.scale[0] + sum[1] * o.scale[1]), acc, fused);
         if (o.minimum && o.halves)
             for (int half = 0; half < 2; half++) acc = multiply_add(o.m[half], d * (float)q_sum[half], acc, fused);
@@ -198,21 +199,20 @@ static struct acts new_acts(int n, int k)
     struct acts x = { .n = n, .k = k };
     float *f = allocate((size_t)n * k, sizeof *f);
     for (int i = 0; i < n * k; i++) f[i] = random_float() * (random_bits() % 8 ? 1 : 20);
+    for (int i = 0; i + 32 <= n * k; i += 32)      /* now and then all +-127, so that integer sums reach their limits */
+        if (random_bits() % 8 == 0) {
+            bool same_sign = random_bits() % 2;
+            for (int j = 0; j < 32; j++) f[i + j] = same_sign || random_bits() % 2 ? 3 : -3;
+        }
     x.f = f;
-    x.q = allocate((size_t)n * k, 1);
-    x.d = allocate((size_t)n * (k / 32), sizeof *x.d);
-    x.s = allocate((size_t)n * (k / 32), sizeof *x.s);
-    x.h = allocate((size_t)n * (k / 16), sizeof *x.h);
+    x.b = allocate((size_t)n * (k / 32), sizeof *x.b);
     return x;
 }
 
 static void free_acts(struct acts *x)
 {
     free((void *)x->f);
-    free(x->q);
-    free(x->d);
-    free(x->s);
-    free(x->h);
+    free(x->b);
 }
 
 /* ---- one product in every way ------------------------------------------------------------------------------------- */
@@ -287,7 +287,7 @@ static void assert_close(const float *y, const struct weight *w, const struct ac
             double sum = 0, magnitude = 0;
             for (int c = 0; c < cols; c++) {
                 double v = info->block == 1 ? x->f[(size_t)t * cols + c]
-                    : (double)x->d[((size_t)t * cols + c) / 32] * x->q[(size_t)t * cols + c];
+                    : (double)x->b[((size_t)t * cols + c) / 32].d * x->b[((size_t)t * cols + c) / 32].q[c % 32];
                 sum += row[c] * v;
                 magnitude += fabs(row[c] * v);
             }
@@ -347,7 +347,7 @@ static void check_product(const struct kernels *k, enum tensor_type type, int ro
 static void check_sizes(const struct kernels *k, enum tensor_type type)
 {
     int tile = k->tile, block = type_info(type)->block, unit = block == 1 ? 1 : block;
-    int strip = block == 1 ? tile : 256 / tile * 32 / unit;      /* units in a strip; lanes for plain types */
+    int strip = block == 1 ? tile : 320 / tile * 32 / unit;      /* units in a strip; lanes for plain types */
     if (strip < 1) strip = 1;
     int rows[] = { 1, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile, 2 * tile + 1, 4 * tile + 1, 7, 8, 9, 17 };
     int units[] = { 1, 2, 3, strip - 1, strip, strip + 1, 2 * strip + 1 };
@@ -384,7 +384,7 @@ static void quantise_by_definition(struct acts *x, int t)
 {
     for (int b = 0; b < x->k / 32; b++) {
         const float *f = x->f + (size_t)t * x->k + 32 * b;
-        size_t at = (size_t)t * (x->k / 32) + b;
+        struct act_block *o = &x->b[(size_t)t * (x->k / 32) + b];
         float high = 0;
         for (int i = 0; i < 32; i++)
             if (!(fabsf(f[i]) <= high)) high = fabsf(f[i]);
@@ -392,26 +392,21 @@ static void quantise_by_definition(struct acts *x, int t)
             if (!isfinite(f[i])) high = NAN;
         float d = high / 127;
         if (d < 0x1p-126f) d = 0;
-        int sum[2] = { 0, 0 };
+        int sum = 0;
+        *o = (struct act_block){ .d = d };
         for (int i = 0; i < 32; i++) {
             int q = d > 0 ? (int)nearbyintf(f[i] * (1 / d)) : 0;
             assert_in_range(q + 127, 0, 254);
-            x->q[(size_t)t * x->k + 32 * b + i] = (int8_t)q;
-            sum[i / 16] += q;
+            o->q[i] = (int8_t)q;
+            o->all[i / 2 % 2] += (int16_t)q;
+            if (i >= 16) o->upper[i / 2 % 2] += (int16_t)q;
+            sum += q;
         }
-        x->d[at] = d;
-        x->s[at] = d * (float)(sum[0] + sum[1]);
-        x->h[2 * at] = (int16_t)sum[0];
-        x->h[2 * at + 1] = (int16_t)sum[1];
+        o->s = d * (float)sum;
     }
 }
 
-static bool same_floats(const float *a, const float *b, int n)
-{
-    for (int i = 0; i < n; i++)
-        if (memcmp(&a[i], &b[i], sizeof *a) && !(isnan(a[i]) && isnan(b[i]))) return false;
-    return true;
-}
+static bool same_float(float a, float b) { return !memcmp(&a, &b, sizeof a) || (isnan(a) && isnan(b)); }
 
 static void test_quantise(void **unused)
 {
@@ -434,24 +429,21 @@ static void test_quantise(void **unused)
         if (kind == 4) f[i] = random_float() * 1e-36f;
         if (kind >= 5 && i % 32 == 7) f[i] = special[random_bits() % (sizeof special / sizeof *special)];
     }
-    have.q = allocate(TOKENS * K, 1);
-    have.d = allocate(TOKENS * K / 32, sizeof *have.d);
-    have.s = allocate(TOKENS * K / 32, sizeof *have.s);
-    have.h = allocate(TOKENS * K / 16, sizeof *have.h);
+    have.b = allocate(TOKENS * K / 32, sizeof *have.b);
     for (int t = 0; t < TOKENS; t++) quantise_by_definition(&want, t);
     for (int i = 0; i < n_kernel_tables; i++) {
         if (!kernel_tables[i]->usable()) continue;
-        memset(have.q, 0x80, TOKENS * K);
+        memset(have.b, 0x80, TOKENS * K / 32 * sizeof *have.b);
         for (int t = 0; t < TOKENS; t++) kernel_tables[i]->quantise(&have, t);
-        assert_memory_equal(have.q, want.q, TOKENS * K);
-        assert_memory_equal(have.h, want.h, TOKENS * K / 16 * sizeof *have.h);
-        assert_true(same_floats(have.d, want.d, TOKENS * K / 32));
-        assert_true(same_floats(have.s, want.s, TOKENS * K / 32));
+        for (int j = 0; j < TOKENS * K / 32; j++) {
+            struct act_block *a = &have.b[j], *b = &want.b[j];
+            assert_memory_equal(a->q, b->q, sizeof a->q);
+            assert_memory_equal(a->all, b->all, sizeof a->all);
+            assert_memory_equal(a->upper, b->upper, sizeof a->upper);
+            assert_true(same_float(a->d, b->d) && same_float(a->s, b->s));
+        }
     }
-    free(have.q);
-    free(have.d);
-    free(have.s);
-    free(have.h);
+    free(have.b);
     free_acts(&want);
 }
 
