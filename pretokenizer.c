@@ -63,16 +63,17 @@ static const struct family families[] = {
       .stages = { GPT2 } },
     /* Every digit is a word; spaces before one are not divided. */
     { .names = "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
-      .stages = { "\\p{N}|" SUFFIX "| ?+\\p{L}++| ?+[^" WS "\\p{L}\\p{N}]++|[" WS "]+(?![^" WS "\\p{N}])|[" WS "]++" } },
-    { .names = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2", .whole_words = true, .adds_bos = true,
-      .stages = { LLAMA3("\\p{N}{1,3}+") } },
+      .stages = { "\\p{N}|" SUFFIX "| ?+\\p{L}++| ?+[^" WS "\\p{L}\\p{N}]++|"
+                  "[" WS "]+(?![^" WS "\\p{N}])|[" WS "]++" } },
+    { .names = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+      .whole_words = true, .adds_bos = true, .stages = { LLAMA3("\\p{N}{1,3}+") } },
     { .names = "dbrx smaug-bpe chatglm-bpe", .stages = { LLAMA3("\\p{N}{1,3}+") } },
     { .names = "glm4 glm5", .whole_words = true, .stages = { LLAMA3("\\p{N}{1,3}+") } },
     { .names = "qwen2 deepseek-r1-qwen stablelm2 hunyuan solar-open megrez kormo f2llmv2 grok-2",
       .stages = { LLAMA3("\\p{N}") } },
     { .names = "qwen35",
-      .stages = { SUFFIX_ANY "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]++|\\p{N}| ?+[^" WS "\\p{L}\\p{M}\\p{N}]++[\\r\\n]*+|"
-                  LINE_ENDS "|" SPACES } },
+      .stages = { SUFFIX_ANY "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]++|\\p{N}|"
+                  " ?+[^" WS "\\p{L}\\p{M}\\p{N}]++[\\r\\n]*+|" LINE_ENDS "|" SPACES } },
     { .names = "tekken", .whole_words = true, .adds_bos = true, .stages = { GPT4O("", "\\p{N}") } },
     { .names = "gpt-4o llama4 kanana2 talkie minimax-m2",
       .stages = { GPT4O("(?:" SUFFIX_ANY ")?+", "\\p{N}{1,3}+") } },
@@ -154,12 +155,13 @@ struct splitter {
 static bool split_piece(struct splitter *s, int stage, const char *text, size_t n)
 {
     if (stage == s->p->n_stages) return s->each(s->context, text, n);
+    const pcre2_code *pattern = s->p->stages[stage];
     const PCRE2_SIZE *found = pcre2_get_ovector_pointer(s->match);
     for (size_t at = 0; at < n;) {
         uint32_t options = PCRE2_NO_UTF_CHECK;
-        int rc = pcre2_match(s->p->stages[stage], (PCRE2_SPTR)text, n, at, options, s->match, s->p->limits);
+        int rc = pcre2_match(pattern, (PCRE2_SPTR)text, n, at, options, s->match, s->p->limits);
         if (rc == PCRE2_ERROR_JIT_STACKLIMIT)
-            rc = pcre2_match(s->p->stages[stage], (PCRE2_SPTR)text, n, at, options | PCRE2_NO_JIT, s->match, s->p->limits);
+            rc = pcre2_match(pattern, (PCRE2_SPTR)text, n, at, options | PCRE2_NO_JIT, s->match, s->p->limits);
         if (rc < 0 && rc != PCRE2_ERROR_NOMATCH) {
             s->code = rc;
             return false;

@@ -37,7 +37,7 @@ struct merge { uint32_t left, right, rank; int32_t id; };      /* rank: 1 is the
 
 struct tokenizer {
     int n;
-    int bos, eos, unknown;                             /* -1: none */
+    int bos, eos;                                      /* -1: none */
     bool adds_bos;
     const uint8_t *strings;                            /* tokenizer.ggml.tokens: u64 length and bytes of each text */
     uint32_t *text_at;                                 /* [n] where in strings */
@@ -59,9 +59,10 @@ struct tokenizer {
     uint8_t letter_size[256];
 
     /* SentencePiece */
+    int unknown;                                       /* the token of a character that has none, not even bytes; or -1 */
     bool prefix_space;                                 /* text begins with a space that the user did not write */
     const uint8_t *scores;                             /* [n] packed floats */
-    bool joined_to_space[256];                         /* a token has a space behind a character that ends in this byte */
+    bool joined_to_space[256];                         /* some token has a space behind a character that ends so */
 };
 
 /* ---- hash tables ------------------------------------------------------------------------------------------------ */
@@ -116,10 +117,8 @@ static inline struct gguf_str text_of(const struct tokenizer *t, int32_t id)
     return (struct gguf_str){ (const char *)at + sizeof n, n };
 }
 
-static int32_t find_text(const struct tokenizer *t, const char *text, size_t n)
+static inline int32_t find_hashed(const struct tokenizer *t, uint64_t hash, const char *text, size_t n)
 {
-    if (n > t->longest) return -1;
-    uint64_t hash = hash_bytes(text, n);
     uint32_t mask = ((uint32_t)1 << t->slot_bits) - 1;
     for (uint32_t i = (uint32_t)(hash >> (64 - t->slot_bits)); t->slots[i].id1; i = (i + 1) & mask) {
         if (t->slots[i].tag != (uint32_t)hash) continue;
@@ -128,6 +127,11 @@ static int32_t find_text(const struct tokenizer *t, const char *text, size_t n)
         if (s.len == n && !memcmp(s.ptr, text, n)) return id;
     }
     return -1;
+}
+
+static int32_t find_text(const struct tokenizer *t, const char *text, size_t n)
+{
+    return n > t->longest ? -1 : find_hashed(t, hash_bytes(text, n), text, n);
 }
 
 static inline const struct merge *find_merge(const struct tokenizer *t, int32_t left, int32_t right)
@@ -140,12 +144,17 @@ static inline const struct merge *find_merge(const struct tokenizer *t, int32_t 
     return NULL;
 }
 
-/* The token with this text, if ordinary text may become it. */
+/* Whether ordinary text may become this token. */
+static inline bool is_ordinary(const struct tokenizer *t, int32_t id)
+{
+    int kind = id < 0 ? UNUSED : t->kind[id] & KIND;
+    return kind == NORMAL || kind == USER_DEFINED;
+}
+
 static inline int32_t find_ordinary(const struct tokenizer *t, const char *text, size_t n)
 {
     int32_t id = find_text(t, text, n);
-    int kind = id < 0 ? UNUSED : t->kind[id] & KIND;
-    return kind == NORMAL || kind == USER_DEFINED ? id : -1;
+    return is_ordinary(t, id) ? id : -1;
 }
 
 /* ---- opening: vocabulary ---------------------------------------------------------------------------------------- */
@@ -170,7 +179,7 @@ static const struct gguf_value *find_array(const struct gguf *g, const char *key
     return v;
 }
 
-/* Where each text starts and the hash table of them all. Of equal texts the first counts; an empty one is never found. */
+/* Where each text starts, and the hash table of them all. Of equal texts the first counts; an empty one is left out. */
 static bool index_texts(struct tokenizer *t, const struct gguf_value *tokens, struct error *e)
 {
     t->strings = tokens->data;
@@ -211,7 +220,7 @@ static int byte_of_name(struct gguf_str s)
     return high && low ? (int)((high - digits) * 16 + (low - digits)) : -1;
 }
 
-/* <|name|>, with ASCII or full-width bars: the form of turn markers. Some files call them user-defined; text that a user
+/* <|name|>, with ASCII or full-width bars: the form of turn markers. Some files call them user-defined; what a user
  * types must not become one, so they are control tokens here. */
 static bool is_marker(struct gguf_str s)
 {
@@ -262,7 +271,7 @@ static ptrdiff_t read_letters(const int16_t byte_of[324], struct gguf_str s, cha
     for (size_t i = 0; i < s.len;) {
         unsigned c = (unsigned char)s.ptr[i++];
         if (c >= 0x80) {
-            if ((c != 0xC2 && c != 0xC3 && c != 0xC4 && c != 0xC5) || i == s.len || (s.ptr[i] & 0xC0) != 0x80) return -1;
+            if (c < 0xC2 || c > 0xC5 || i == s.len || (s.ptr[i] & 0xC0) != 0x80) return -1;
             c = (c & 0x1F) << 6 | (s.ptr[i++] & 0x3F);
         }
         if (c >= 324 || byte_of[c] < 0) return -1;
@@ -322,51 +331,91 @@ static bool make_pieces(struct tokenizer *t, size_t text_bytes, struct error *e)
 
 /* ---- opening: merges, specials ---------------------------------------------------------------------------------- */
 
+enum { BLOCK = 32 };                                   /* merges that are read together */
+
+struct pending {                                       /* a merge on its way into the table: left, right, both joined */
+    const char *text[3];
+    size_t size[3];
+    uint64_t hash[3];
+    int32_t id[3];
+    uint32_t rank;
+};
+
+/* Enters n merges. Nearly all of the time would be spent waiting for memory, so each step is taken for all n before the
+ * next, and asks for what the next will read. */
+static bool add_merges(struct tokenizer *t, struct pending *block, int n)
+{
+    uint32_t mask = ((uint32_t)1 << t->merge_bits) - 1;
+    for (int k = 0; k < n; k++)
+        for (int i = 0; i < 3; i++) {
+            block[k].hash[i] = hash_bytes(block[k].text[i], block[k].size[i]);
+            __builtin_prefetch(&t->slots[block[k].hash[i] >> (64 - t->slot_bits)]);
+        }
+    for (int k = 0; k < n; k++)
+        for (int i = 0; i < 3; i++) {
+            uint32_t id1 = t->slots[block[k].hash[i] >> (64 - t->slot_bits)].id1;
+            if (id1) __builtin_prefetch(t->strings + t->text_at[id1 - 1]);
+        }
+    for (int k = 0; k < n; k++) {
+        int32_t *id = block[k].id;
+        for (int i = 0; i < 3; i++) id[i] = find_hashed(t, block[k].hash[i], block[k].text[i], block[k].size[i]);
+        if (!is_ordinary(t, id[2])) id[0] = -1;
+        if (id[0] >= 0 && id[1] >= 0)
+            __builtin_prefetch(&t->merges[hash_pair((uint32_t)id[0], (uint32_t)id[1]) >> (64 - t->merge_bits)]);
+    }
+    for (int k = 0; k < n; k++) {
+        int32_t *id = block[k].id;
+        if (id[0] < 0 || id[1] < 0) continue;          /* it could never give a token */
+        uint32_t left = (uint32_t)id[0], right = (uint32_t)id[1];
+        uint32_t i = (uint32_t)(hash_pair(left, right) >> (64 - t->merge_bits));
+        int probes = 0;
+        while (t->merges[i].rank && (t->merges[i].left != left || t->merges[i].right != right)) {
+            i = (i + 1) & mask;
+            if (++probes > MAX_PROBES) return false;
+        }
+        if (!t->merges[i].rank) t->merges[i] = (struct merge){ left, right, block[k].rank, id[2] };
+    }
+    return true;
+}
+
 static bool read_merges(struct tokenizer *t, const struct gguf *g, struct error *e)
 {
     const struct gguf_value *v = find_array(g, "tokenizer.ggml.merges", GGUF_STRING, 0, e);
     if (!v && e->code) return false;
-    if (!v) return fail(e, GEN_MODEL, "tokenizer.ggml.merges is missing in the model file, and byte-level BPE needs it");
+    if (!v) return fail(e, GEN_MODEL, "tokenizer.ggml.merges is missing in the model file; byte-level BPE needs it");
     if (v->count > MAX_MERGES)
         return fail(e, GEN_MODEL, "tokenizer.ggml.merges in the model file has %llu items; %d is the most that is read",
                     (unsigned long long)v->count, MAX_MERGES);
     t->merge_bits = table_bits(v->count);
     t->merges = alloc_zeroed((size_t)1 << t->merge_bits, sizeof *t->merges, "the merges", e);
-    struct bytes joined = { 0 };
-    if (!t->merges) return false;
-    uint32_t mask = ((uint32_t)1 << t->merge_bits) - 1;
+    char *joined = t->merges ? alloc_zeroed(BLOCK, t->longest, "the merges", e) : NULL;
+    if (!joined) return false;
+    struct pending block[BLOCK];
     const uint8_t *at = v->data;
-    for (uint32_t rank = 1; rank <= v->count; rank++) {
+    bool ok = true;
+    int n = 0;
+    for (uint32_t rank = 1; ok && rank <= v->count; rank++) {
         struct gguf_str s = gguf_next_str(&at);
         const char *space = s.len > 2 ? memchr(s.ptr + 1, ' ', s.len - 1) : NULL;
         if (!space) {
-            bytes_free(&joined);
-            return fail(e, GEN_MODEL, "tokenizer.ggml.merges[%u] in the model file is not two texts with a space between",
-                        rank - 1);
+            ok = fail(e, GEN_MODEL, "tokenizer.ggml.merges[%u] in the model file is not two texts with a space between",
+                      rank - 1);
+            break;
         }
-        size_t n_left = (size_t)(space - s.ptr), n_right = s.len - n_left - 1;
-        if (n_left + n_right > t->longest) continue;
-        joined.len = 0;
-        if (!bytes_add(&joined, s.ptr, n_left) || !bytes_add(&joined, space + 1, n_right)) {
-            bytes_free(&joined);
-            return fail(e, GEN_RUN, "cannot allocate memory for the merges");
+        size_t left = (size_t)(space - s.ptr), right = s.len - left - 1;
+        if (left + right <= t->longest) {
+            char *both = joined + (size_t)n * t->longest;
+            memcpy(both, s.ptr, left);
+            memcpy(both + left, space + 1, right);
+            block[n++] = (struct pending){ { s.ptr, space + 1, both }, { left, right, left + right }, .rank = rank };
         }
-        int32_t left = find_text(t, s.ptr, n_left), right = find_text(t, space + 1, n_right);
-        int32_t id = find_ordinary(t, joined.data, joined.len);
-        if (left < 0 || right < 0 || id < 0) continue;         /* it could never give a token */
-        uint32_t i = (uint32_t)(hash_pair((uint32_t)left, (uint32_t)right) >> (64 - t->merge_bits));
-        int probes = 0;
-        while (t->merges[i].rank && (t->merges[i].left != (uint32_t)left || t->merges[i].right != (uint32_t)right)) {
-            i = (i + 1) & mask;
-            if (++probes > MAX_PROBES) {
-                bytes_free(&joined);
-                return fail(e, GEN_MODEL, "tokenizer.ggml.merges in the model file was made to collide in hash tables");
-            }
-        }
-        if (!t->merges[i].rank) t->merges[i] = (struct merge){ (uint32_t)left, (uint32_t)right, rank, id };
+        if (n < BLOCK && rank < v->count) continue;
+        if (!add_merges(t, block, n))
+            ok = fail(e, GEN_MODEL, "tokenizer.ggml.merges in the model file was made to collide in hash tables");
+        n = 0;
     }
-    bytes_free(&joined);
-    return true;
+    free(joined);
+    return ok;
 }
 
 static int by_text(const void *a, const void *b, void *context)
@@ -382,8 +431,8 @@ static bool collect_specials(struct tokenizer *t, struct error *e)
     uint32_t n = 0;
     for (int pass = 0; pass < 2; pass++) {
         if (pass && n > MAX_SPECIAL)
-            return fail(e, GEN_MODEL, "the vocabulary in the model file has %u control and user-defined tokens; %d is the "
-                        "most that is supported", n, MAX_SPECIAL);
+            return fail(e, GEN_MODEL, "the vocabulary in the model file has %u control and user-defined tokens; "
+                        "%d is the most that is supported", n, MAX_SPECIAL);
         if (pass && !(t->special = alloc_zeroed(n, sizeof *t->special, "the special tokens", e))) return false;
         n = 0;
         for (int id = 0; id < t->n; id++) {
@@ -430,14 +479,12 @@ static bool read_ends(struct tokenizer *t, const struct gguf *g, struct error *e
 {
     t->bos = !t->cutter && t->n > 1 && t->kind[1] == CONTROL ? 1 : -1;
     t->eos = !t->cutter && t->n > 2 && t->kind[2] == CONTROL ? 2 : -1;
-    t->unknown = !t->cutter && t->kind[0] == UNKNOWN ? 0 : -1;
     int eot = -1, eom = -1;
     t->adds_bos = !t->cutter || pretokenizer_adds_bos(t->cutter);
     if (!read_id(t, g, "tokenizer.ggml.bos_token_id", &t->bos, e) ||
         !read_id(t, g, "tokenizer.ggml.eos_token_id", &t->eos, e) ||
         !read_id(t, g, "tokenizer.ggml.eot_token_id", &eot, e) ||
         !read_id(t, g, "tokenizer.ggml.eom_token_id", &eom, e) ||
-        !read_id(t, g, "tokenizer.ggml.unknown_token_id", &t->unknown, e) ||
         !gguf_get_bool(g, "tokenizer.ggml.add_bos_token", &t->adds_bos, e)) return false;
     if (t->bos < 0) t->adds_bos = false;
     for (size_t i = 0; i < sizeof end_texts / sizeof *end_texts; i++) {
@@ -493,8 +540,10 @@ static bool open_scores(struct tokenizer *t, const struct gguf *g, struct error 
     if (!v && e->code) return false;
     if (!v) return fail(e, GEN_MODEL, "tokenizer.ggml.scores is missing in the model file, and SentencePiece needs it");
     t->scores = v->data;
+    t->unknown = t->kind[0] == UNKNOWN ? 0 : -1;
     t->prefix_space = true;
-    return gguf_get_bool(g, "tokenizer.ggml.add_space_prefix", &t->prefix_space, e);
+    return read_id(t, g, "tokenizer.ggml.unknown_token_id", &t->unknown, e) &&
+           gguf_get_bool(g, "tokenizer.ggml.add_space_prefix", &t->prefix_space, e);
 }
 
 static bool open_parts(struct tokenizer *t, const struct gguf *g, char note[200], struct error *e)
@@ -586,8 +635,9 @@ struct gguf_str tokenizer_piece(const struct tokenizer *t, int32_t id, bool show
  * symbol begins. next is 0 for bytes that begin no symbol (any more). */
 struct symbol { int32_t prev, next, id; };             /* prev: -1 at the start; id: -1, no token */
 
-/* Neighbours that make a token: from byte `left` up to byte `end`. Lower keys are merged first, then those further left. */
-struct pair { uint32_t key; int32_t left, end, id; };
+/* Neighbours that make token `id`: from byte `left` up to byte `end`. The pair with the lowest `first` is merged first:
+ * its upper half is the merge's rank or the score's order, the lower half is `left`. */
+struct pair { uint64_t first; int32_t end, id; };
 
 struct cached { const char *word; size_t ids_at; uint32_t n, n_ids; };
 
@@ -595,7 +645,7 @@ struct job {                                           /* one call of tokenizer_
     const struct tokenizer *t;
     struct ids *out;
     struct error *e;
-    struct cached *cache;                              /* [2^cache_bits] words of this text and where their ids are in out */
+    struct cached *cache;                              /* [2^cache_bits] words and where their ids are in out */
     int cache_bits;
     struct symbol *symbols;
     size_t n_symbols;                                  /* allocated */
@@ -611,18 +661,18 @@ static bool no_memory(struct job *j)
 
 static bool add_id(struct job *j, int32_t id) { return ids_add(j->out, id) || no_memory(j); }
 
-static inline bool goes_first(const struct pair *a, const struct pair *b)
-{
-    return a->key != b->key ? a->key < b->key : a->left < b->left;
-}
+/* The heap: item i comes before its children WAYS * i + 1 and so on. Four of them fill a cache line. */
+enum { WAYS = 4 };
 
-/* Puts p into the heap's hole at i, whose parents are in order, moving smaller ones up. */
+/* Puts p into the heap's hole at i, whose children are in order. */
 static void sift_down(struct job *j, size_t i, struct pair p)
 {
-    for (size_t child; (child = 2 * i + 1) < j->n_heap; i = child) {
-        if (child + 1 < j->n_heap && goes_first(&j->heap[child + 1], &j->heap[child])) child++;
-        if (!goes_first(&j->heap[child], &p)) break;
-        j->heap[i] = j->heap[child];
+    for (size_t child; (child = WAYS * i + 1) < j->n_heap;) {
+        size_t end = child + WAYS < j->n_heap ? child + WAYS : j->n_heap, best = child;
+        while (++child < end) best = j->heap[child].first < j->heap[best].first ? child : best;
+        if (j->heap[best].first >= p.first) break;
+        j->heap[i] = j->heap[best];
+        i = best;
     }
     j->heap[i] = p;
 }
@@ -630,7 +680,7 @@ static void sift_down(struct job *j, size_t i, struct pair p)
 static void sift_up(struct job *j, size_t i)
 {
     struct pair p = j->heap[i];
-    for (; i && goes_first(&p, &j->heap[(i - 1) / 2]); i = (i - 1) / 2) j->heap[i] = j->heap[(i - 1) / 2];
+    for (; i && p.first < j->heap[(i - 1) / WAYS].first; i = (i - 1) / WAYS) j->heap[i] = j->heap[(i - 1) / WAYS];
     j->heap[i] = p;
 }
 
@@ -646,27 +696,29 @@ static inline uint32_t score_key(const struct tokenizer *t, int32_t id)
     return bits >> 31 ? bits : ~bits & 0x7FFFFFFF;
 }
 
-/* Puts the symbol at `left` and its right neighbour on the heap if they make a token. The heap's order is not restored. */
+/* Puts the symbol at `left` and its right neighbour behind the heap if they make a token. Its order is not restored. */
 static bool add_pair(struct job *j, const char *word, size_t n, int32_t left)
 {
     const struct tokenizer *t = j->t;
     int32_t right = j->symbols[left].next;
     if ((size_t)right == n) return false;
-    struct pair p = { .left = left, .end = j->symbols[right].next, .id = -1 };
+    struct pair p = { 0, j->symbols[right].next, -1 };
+    uint32_t key = 0;
     if (t->cutter) {
         const struct merge *m = find_merge(t, j->symbols[left].id, j->symbols[right].id);
-        if (m) p.key = m->rank, p.id = m->id;
+        if (m) key = m->rank, p.id = m->id;
     } else {
         p.id = find_ordinary(t, word + left, (size_t)(p.end - left));
-        if (p.id >= 0) p.key = score_key(t, p.id);
+        if (p.id >= 0) key = score_key(t, p.id);
     }
     if (p.id < 0) return false;
+    p.first = (uint64_t)key << 32 | (uint32_t)left;
     j->heap[j->n_heap++] = p;
     return true;
 }
 
-/* Symbols and heap for a word of n bytes. A word of k symbols has at most k - 1 pairs, and each merge takes one and adds
- * two, so that there are never more than 2k. */
+/* Symbols and heap for a word of n bytes. A word of k symbols has at most k - 1 pairs, and each merge takes one and
+ * adds two, so that there are never more than 2k. */
 static bool reserve_word(struct job *j, size_t n)
 {
     if (n > j->n_symbols) {
@@ -682,28 +734,17 @@ static bool reserve_word(struct job *j, size_t n)
     return true;
 }
 
-static bool add_byte(struct job *j, unsigned char byte)
+/* Adds the token of what merging left. Characters without a token are written as bytes; where there is no token for a byte
+ * either, byte-level BPE drops it and SentencePiece has one for unknown characters. */
+static bool add_symbol(struct job *j, const char *text, size_t n, int32_t id)
 {
-    int32_t id = j->t->byte_id[byte] >= 0 ? j->t->byte_id[byte] : j->t->unknown;
-    return id < 0 || add_id(j, id);
-}
-
-/* Adds the ids of what merging left. Characters without a token are written as bytes. */
-static bool add_symbols(struct job *j, const char *word, size_t n)
-{
-    for (int32_t i = 0; (size_t)i < n; i = j->symbols[i].next) {
-        if (j->symbols[i].id >= 0) {
-            if (!add_id(j, j->symbols[i].id)) return false;
-            continue;
-        }
-        int32_t end = j->symbols[i].next;
-        if (end - i == MARK && !memcmp(word + i, space_mark, MARK)) {
-            if (!add_byte(j, ' ')) return false;
-        } else if (j->t->byte_id[(unsigned char)word[i]] < 0) {
-            if (!add_byte(j, (unsigned char)word[i])) return false;        /* one unknown token for the character */
-        } else {
-            for (int32_t k = i; k < end; k++) if (!add_byte(j, (unsigned char)word[k])) return false;
-        }
+    const struct tokenizer *t = j->t;
+    if (id >= 0) return add_id(j, id);
+    if (n == MARK && !memcmp(text, space_mark, MARK)) text = " ", n = 1;
+    if (t->byte_id[(unsigned char)*text] < 0) return t->cutter || t->unknown < 0 || add_id(j, t->unknown);
+    for (size_t i = 0; i < n; i++) {
+        int32_t byte = t->byte_id[(unsigned char)text[i]];
+        if (byte >= 0 && !add_id(j, byte)) return false;
     }
     return true;
 }
@@ -712,7 +753,7 @@ static bool add_symbols(struct job *j, const char *word, size_t n)
 static bool merge_word(struct job *j, const char *word, size_t n)
 {
     const struct tokenizer *t = j->t;
-    if (n > INT32_MAX) return fail(j->e, GEN_RUN, "the text has a word of %zu bytes, and %d is the limit", n, INT32_MAX);
+    if (n > INT32_MAX) return fail(j->e, GEN_RUN, "the text has a word of %zu bytes; %d is the limit", n, INT32_MAX);
     if (!reserve_word(j, n)) return false;
     struct symbol *s = j->symbols;
     int32_t prev = -1;
@@ -727,25 +768,28 @@ static bool merge_word(struct job *j, const char *word, size_t n)
     }
     j->n_heap = 0;
     for (int32_t i = 0; (size_t)i < n; i = s[i].next) add_pair(j, word, n, i);
-    for (size_t i = j->n_heap / 2; i-- > 0;) sift_down(j, i, j->heap[i]);
+    for (size_t i = (j->n_heap + WAYS - 2) / WAYS; i-- > 0;) sift_down(j, i, j->heap[i]);
     while (j->n_heap) {
         struct pair p = j->heap[0];
         if (--j->n_heap) sift_down(j, 0, j->heap[j->n_heap]);
-        int32_t right = s[p.left].next;
+        int32_t left = (int32_t)(uint32_t)p.first, right = s[left].next;
         if (!right || (size_t)right == n || s[right].next != p.end) continue;      /* one of the two has merged since */
         s[right].next = 0;
-        s[p.left].next = p.end;
-        s[p.left].id = p.id;
-        if ((size_t)p.end < n) s[p.end].prev = p.left;
-        if (add_pair(j, word, n, p.left)) sift_up(j, j->n_heap - 1);
-        if (s[p.left].prev >= 0 && add_pair(j, word, n, s[p.left].prev)) sift_up(j, j->n_heap - 1);
+        s[left].next = p.end;
+        s[left].id = p.id;
+        if ((size_t)p.end < n) s[p.end].prev = left;
+        if (add_pair(j, word, n, left)) sift_up(j, j->n_heap - 1);
+        if (s[left].prev >= 0 && add_pair(j, word, n, s[left].prev)) sift_up(j, j->n_heap - 1);
     }
-    return add_symbols(j, word, n);
+    for (int32_t i = 0; (size_t)i < n; i = s[i].next)
+        if (!add_symbol(j, word + i, (size_t)(s[i].next - i), s[i].id)) return false;
+    return true;
 }
 
 /* ---- encoding: text between special tokens ---------------------------------------------------------------------- */
 
-/* The word with the vocabulary's spelling of bytes (BPE) or spaces (SentencePiece, after a space of its own if `prefix`). */
+/* Puts the word into `spelled` with the vocabulary's spelling of bytes (BPE) or of spaces (SentencePiece, and then with
+ * one more in front if `prefix`). */
 static bool spell(struct job *j, const char *word, size_t n, bool prefix)
 {
     const struct tokenizer *t = j->t;
@@ -976,7 +1020,8 @@ static bool add_characters(struct detok *d, const char *text, size_t n, struct b
     return true;
 }
 
-bool detok_add(const struct tokenizer *t, struct detok *d, int32_t id, bool at_start, bool show_control, struct bytes *out)
+bool detok_add(const struct tokenizer *t, struct detok *d, int32_t id, bool at_start, bool show_control,
+               struct bytes *out)
 {
     if (!in_vocabulary(t, id)) return true;
     int kind = t->kind[id] & KIND;

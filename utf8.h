@@ -1,5 +1,5 @@
-/* utf8.h - one step through bytes that may or may not be UTF-8 (Unicode 15, table 3-7: no overlong forms, no surrogates,
- * nothing above U+10FFFF). */
+/* utf8.h - steps through bytes that may or may not be UTF-8 (the Unicode Standard, table 3-7: no overlong forms, no
+ * surrogates, nothing above U+10FFFF). */
 #ifndef UTF8_H
 #define UTF8_H
 
@@ -7,9 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
-/* What stands at p[0..n), n >= 1: a positive result is the length of one whole character; 0 means that all n bytes are the
- * beginning of a character whose rest is missing; -k means that the first k bytes belong to no character (k is the length
- * of the longest beginning of one, so that each such piece is shown as one U+FFFD, as Unicode recommends). */
+/* What stands at p[0..n), n >= 1: a positive result is the length of one whole character; 0 means that all n bytes are
+ * the beginning of a character whose rest is missing; -k means that the first k bytes belong to no character (k is the
+ * length of the longest beginning of one, so that each such piece is shown as one U+FFFD, as Unicode recommends). */
 static inline int utf8_step(const char *p, size_t n)
 {
     const unsigned char *s = (const unsigned char *)p;
