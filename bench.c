@@ -2,6 +2,7 @@
 #include "bench.h"
 
 #include "json.h"
+#include "memory.h"
 #include "probe.h"
 #include "quant.h"
 
@@ -87,6 +88,18 @@ static bool list_tests(struct run *r, struct error *e)
     return r->n_tests || fail(e, GEN_USAGE, "there is nothing to measure: -pp and -tg are both 0");
 }
 
+/* The cache is touched as the tests fill it, so it is looked at before. */
+static bool enough_memory(const struct model *m, const struct engine_options *eo, struct error *e)
+{
+    struct kv_usage need;
+    uint64_t available = memory_available();
+    if (!engine_estimate(m, eo, &need, e)) return false;
+    return need.bytes_reserved <= available
+        || fail(e, GEN_RUN, "%d sequences of %lld tokens need %zu bytes for their cache, but %llu are available: lower "
+                            "--depth, -pp, -tg or -np", eo->max_sequences, (long long)eo->ctx, need.bytes_reserved,
+                (unsigned long long)available);
+}
+
 /* The engine for all tests, its first sequence, and the text. */
 static bool open_engine(struct run *r, const struct model *m, struct engine_options eo, struct error *e)
 {
@@ -100,6 +113,7 @@ static bool open_engine(struct run *r, const struct model *m, struct engine_opti
         return fail(e, GEN_USAGE, "the longest test needs a context of %lld tokens, but --ctx-size is %lld",
                     (long long)longest, (long long)eo.ctx);
     if (!eo.ctx) eo.ctx = longest;
+    if (!enough_memory(m, &eo, e)) return false;
     eo.progress = NULL;                /* the tests tell their own */
     r->tokens = alloc_zeroed((size_t)longest, sizeof *r->tokens, "the text", e);
     if (!r->tokens || !engine_open(&r->g, m, &eo, e) || !sequence_open(&r->first, r->g, e)) return false;

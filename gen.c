@@ -1,6 +1,7 @@
 /* gen.c - the program: what a run is asked to do, signals, exit codes. */
 #define _GNU_SOURCE                    /* memrchr */
 #include "batch.h"
+#include "bench.h"
 #include "engine.h"
 #include "gguf.h"
 #include "inspect.h"
@@ -509,6 +510,21 @@ static bool run_perplexity(struct program *p, struct error *e)
     return ok && perplexity_print(&out, &result, po.window, o->json, e) && print(&out, e);
 }
 
+static bool run_bench(struct program *p, struct error *e)
+{
+    const struct options *o = &p->o;
+    struct bench_options bo = { .prefill = o->bench_prefill, .decode = o->bench_decode, .depth = o->bench_depth,
+                                .parallel = o->bench_parallel, .reps = o->reps, .json = o->json, .progress = progress,
+                                .stop = &stop_now };
+    struct engine_options eo = engine_options(p, o->ctx);
+    struct bytes out = { 0 };
+    if (!open_file(p, e) || !open_model(p, o->ctx, e)) return false;
+    catch_signals();
+    bool ok = bench_run(&out, p->model, &eo, &bo, e);
+    progress("measuring", 1);
+    return ok && print(&out, e);
+}
+
 static bool run_inspect(struct program *p, struct error *e)
 {
     struct bytes out = { 0 };
@@ -551,9 +567,9 @@ static bool run_completion(struct program *p, struct error *e)
 
 static bool (*const tasks[])(struct program *p, struct error *e) = {
     [MODE_GENERATE] = run_generate, [MODE_SHOW_PROMPT] = run_show_prompt, [MODE_DUMP_TOKENS] = run_dump_tokens,
-    [MODE_PERPLEXITY] = run_perplexity, [MODE_INSPECT] = run_inspect, [MODE_DRY_RUN] = run_dry_run,
-    [MODE_CHECK_TENSORS] = run_check_tensors, [MODE_HELP] = run_help, [MODE_VERSION] = run_version,
-    [MODE_COMPLETION] = run_completion,
+    [MODE_PERPLEXITY] = run_perplexity, [MODE_BENCH] = run_bench, [MODE_INSPECT] = run_inspect,
+    [MODE_DRY_RUN] = run_dry_run, [MODE_CHECK_TENSORS] = run_check_tensors, [MODE_HELP] = run_help,
+    [MODE_VERSION] = run_version, [MODE_COMPLETION] = run_completion,
 };
 
 static void close_program(struct program *p)

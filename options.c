@@ -28,7 +28,7 @@ const char *const option_groups[N_GROUPS][2] = {
 #define IN(mode) (1u << MODE_##mode)
 #define PROMPTS (IN(GENERATE) | IN(SHOW_PROMPT) | IN(DUMP_TOKENS) | IN(DRY_RUN))
 #define ANSWERS (IN(GENERATE) | IN(DRY_RUN))
-#define JSON_MODES (IN(GENERATE) | IN(PERPLEXITY) | IN(INSPECT) | IN(DRY_RUN))
+#define JSON_MODES (IN(GENERATE) | IN(PERPLEXITY) | IN(BENCH) | IN(INSPECT) | IN(DRY_RUN))
 #define ABOVE_0 1e-30                  /* as a lower bound, shown as "above 0" */
 #define MOST_TOKENS INT_MAX
 #define SAMPLING(field) AT(sampling.field)
@@ -134,6 +134,19 @@ const struct option_row option_table[] = {
     { GROUP_MEASURE, "kl-base", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(kl_base), 0, IN(PERPLEXITY),
       "Compare with the log-probabilities in FILE: mean and 99th percentile of the Kullback-Leibler divergence, and "
       "how often the most likely token is the same." },
+    { GROUP_MEASURE, "bench", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_BENCH, 0,
+      "Measure the speed of prefill and decode beside the memory's and the processor's own. The lists of the tests are "
+      "whole numbers with commas between them." },
+    { GROUP_MEASURE, "pp", 0, "LIST", NULL, OPT_TEXT, 0, 0, AT(bench_prefill), 0, IN(BENCH),
+      "Tokens of each prefill test; 512 when neither -pp nor -tg is given." },
+    { GROUP_MEASURE, "tg", 0, "LIST", NULL, OPT_TEXT, 0, 0, AT(bench_decode), 0, IN(BENCH),
+      "Tokens of each decode test; 128 when neither -pp nor -tg is given." },
+    { GROUP_MEASURE, "depth", 'd', "LIST", NULL, OPT_TEXT, 0, 0, AT(bench_depth), 0, IN(BENCH),
+      "Tokens in the cache before each test; 0 when not given." },
+    { GROUP_MEASURE, "np", 0, "LIST", NULL, OPT_TEXT, 0, 0, AT(bench_parallel), 0, IN(BENCH),
+      "Sequences of each decode test that are computed together; 1 when not given." },
+    { GROUP_MEASURE, "reps", 0, "N", "5", OPT_INT, 1, 1000, AT(reps), 0, IN(BENCH),
+      "Repetitions of each test; their median counts." },
 
     { GROUP_INFORMATION, "inspect", 0, "[FILE]", NULL, OPT_MODE, 0, 0, AT(inspect), MODE_INSPECT, 0,
       "Print a summary of a model file and stop." },
@@ -418,6 +431,8 @@ static bool consistent(const struct options *o, struct error *e)
         if (!o->given[i] || !row->modes || row->modes & 1u << o->mode) continue;
         if (row->modes == IN(PERPLEXITY))
             return fail(e, GEN_USAGE, "%s does nothing without --perplexity FILE", option_display(row, name));
+        if (row->modes == IN(BENCH))
+            return fail(e, GEN_USAGE, "%s does nothing without --bench", option_display(row, name));
         return fail(e, GEN_USAGE, "%s does nothing with the task that was chosen: leave one of them out",
                     option_display(row, name));
     }

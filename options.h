@@ -10,8 +10,8 @@
 
 /* What a run does. All but the first are chosen by the option of the same name. */
 enum mode {
-    MODE_GENERATE, MODE_SHOW_PROMPT, MODE_DUMP_TOKENS, MODE_PERPLEXITY, MODE_INSPECT, MODE_DRY_RUN, MODE_CHECK_TENSORS,
-    MODE_HELP, MODE_VERSION, MODE_COMPLETION
+    MODE_GENERATE, MODE_SHOW_PROMPT, MODE_DUMP_TOKENS, MODE_PERPLEXITY, MODE_BENCH, MODE_INSPECT, MODE_DRY_RUN,
+    MODE_CHECK_TENSORS, MODE_HELP, MODE_VERSION, MODE_COMPLETION
 };
 
 enum option_group {
@@ -86,6 +86,8 @@ struct options {
     /* measure */
     const char *perplexity, *save_logits, *kl_base;
     int64_t chunks;                    /* 0 = all */
+    const char *bench_prefill, *bench_decode, *bench_depth, *bench_parallel;       /* lists of numbers */
+    int reps;
     /* information */
     const char *inspect, *help_topic;
     int shell;
