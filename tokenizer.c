@@ -29,7 +29,7 @@ enum {
 /* tokenizer.ggml.token_type, and what is found out here. */
 enum { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE, KIND = 7, ENDS = 8, STRIPS = 16 };
 
-static const char space_mark[] = "\xE2\x96\x81";       /* U+2581: a space in SentencePiece's vocabulary */
+static const char space_mark[] = "\u2581";             /* a space in SentencePiece's vocabulary */
 enum { MARK = sizeof space_mark - 1 };
 
 struct slot { uint32_t tag, id1; };                    /* low half of the hash; id + 1, 0 in an empty slot */
@@ -224,7 +224,7 @@ static int byte_of_name(struct gguf_str s)
  * types must not become one, so they are control tokens here. */
 static bool is_marker(struct gguf_str s)
 {
-    static const char wide_open[] = "<\xEF\xBD\x9C", wide_close[] = "\xEF\xBD\x9C>";
+    static const char wide_open[] = "<\uFF5C", wide_close[] = "\uFF5C>";
     return (s.len > 4 && !memcmp(s.ptr, "<|", 2) && !memcmp(s.ptr + s.len - 2, "|>", 2)) ||
            (s.len > 8 && !memcmp(s.ptr, wide_open, 4) && !memcmp(s.ptr + s.len - 4, wide_close, 4));
 }
@@ -468,7 +468,7 @@ static bool read_id(const struct tokenizer *t, const struct gguf *g, const char 
 static const char *const end_texts[] = {
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>",
     "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "</s>",
-    "<\xEF\xBD\x9C" "end\xE2\x96\x81of\xE2\x96\x81sentence\xEF\xBD\x9C>",
+    "<\uFF5Cend\u2581of\u2581sentence\uFF5C>",
     /* beyond the end of a file in fill-in-the-middle training */
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
     "<reponame>", "<|file_sep|>",
@@ -981,7 +981,7 @@ bool tokenizer_encode(const struct tokenizer *t, const struct span *spans, size_
 
 /* ---- streaming decode ------------------------------------------------------------------------------------------- */
 
-static const char replacement[] = "\xEF\xBF\xBD";      /* U+FFFD */
+static const char replacement[] = "\uFFFD";
 
 /* Adds the whole characters of d's fragment and text, and keeps what is unfinished. */
 static bool add_characters(struct detok *d, const char *text, size_t n, struct bytes *out)
