@@ -8,7 +8,7 @@
 
 const char *kv_type_name(enum kv_type t)
 {
-    static const char *const name[] = { [KV_F32] = "f32", [KV_F16] = "f16" };
+    static const char *const name[KV_TYPES] = { "f32", "f16", "bf16", "fp8", "int8", "int4" };
     return name[t];
 }
 

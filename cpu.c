@@ -379,7 +379,12 @@ static void row_residual(struct cpu *c, struct desk *d, int r, const float *bias
 
 static int group_size(const struct model *m) { return m->n_head / m->n_kv; }
 
-/* dst = query head h of row r: bias, norm, RoPE, scale. */
+static const struct kv_view *view_of(const struct cpu *c, const struct cpu_layer *l, int r)
+{
+    return &c->batch->views[c->batch->rows[r].sequence][l->group];
+}
+
+/* dst = query head h of row r: bias, norm, RoPE, scale, the cache's basis. */
 static void make_query(const struct cpu *c, const struct cpu_layer *l, const struct desk *d, int r, int h, float *dst)
 {
     const struct model *m = c->m;
@@ -389,6 +394,7 @@ static void make_query(const struct cpu *c, const struct cpu_layer *l, const str
     if (l->q_norm) c->k->rms_norm(dst, l->q_norm, n, m->norm_eps, dst);
     c->k->rope(dst, d->cs[l->group] + (size_t)r * half, d->sn[l->group] + (size_t)r * half, 2 * half, m->rope_order);
     for (int i = 0; i < n; i++) dst[i] *= m->attn_scale;
+    if (kv_sealed(view_of(c, l, r)->main.shape->type_k)) c->k->rotate(dst, n);
 }
 
 /* Appends the key and value of KV head h of row r to the cache. `tmp` has head_k + head_v floats. */
@@ -396,7 +402,8 @@ static void append(const struct cpu *c, const struct cpu_layer *l, const struct 
 {
     const struct model *m = c->m;
     const struct row *row = &c->batch->rows[r];
-    const struct kv_view *view = &c->batch->views[row->sequence][l->group];
+    const struct kv_view *view = view_of(c, l, r);
+    const struct kv_slots *to = kv_written(view);
     const float *k = c->qkv + (size_t)r * qkv_width(m) + (size_t)m->n_head * m->head_k + (size_t)h * m->head_k;
     const float *v = c->qkv + (size_t)r * qkv_width(m) + (size_t)(m->n_head + m->n_kv) * m->head_k + (size_t)h * m->head_v;
     float *tv = tmp + m->head_k;
@@ -405,8 +412,22 @@ static void append(const struct cpu *c, const struct cpu_layer *l, const struct 
     for (int i = 0; i < m->head_v; i++) tv[i] = v[i] + (l->v_bias ? l->v_bias[h * m->head_v + i] : 0);
     if (l->k_norm) c->k->rms_norm(tmp, l->k_norm, m->head_k, m->norm_eps, tmp);
     c->k->rope(tmp, d->cs[l->group] + (size_t)r * half, d->sn[l->group] + (size_t)r * half, 2 * half, m->rope_order);
-    c->k->put_key(kv_k_tile(view, l->index, h, row->pos), view->shape->type_k, tmp, m->head_k, t);
-    c->k->put_value(kv_v_tile(view, l->index, h, row->pos), view->shape->type_v, tv, m->head_v, t);
+    if (kv_sealed(view->main.shape->type_k)) c->k->rotate(tmp, m->head_k);
+    if (kv_sealed(view->main.shape->type_v)) c->k->rotate(tv, m->head_v);
+    c->k->put_key(kv_k_tile(to, l->index, h, row->pos), to->shape->type_k, tmp, m->head_k, t);
+    c->k->put_value(kv_v_tile(to, l->index, h, row->pos), to->shape->type_v, tv, m->head_v, t);
+}
+
+/* Row r completes its block where it is the 32nd: seals the tiles of KV head h, all of whose rows are written. */
+static void seal(const struct cpu *c, const struct cpu_layer *l, int r, int h)
+{
+    const struct kv_view *view = view_of(c, l, r);
+    int64_t pos = c->batch->rows[r].pos;
+    if (!view->raw.shape || pos % KV_BLOCK != KV_BLOCK - 1) return;
+    c->k->seal(kv_k_tile(&view->raw, l->index, h, pos), kv_k_tile(&view->main, l->index, h, pos), view->main.shape->type_k,
+               c->m->head_k, true);
+    c->k->seal(kv_v_tile(&view->raw, l->index, h, pos), kv_v_tile(&view->main, l->index, h, pos), view->main.shape->type_v,
+               c->m->head_v, false);
 }
 
 /* One thread's attention scratch, cut into its parts. */
@@ -469,9 +490,12 @@ static void attend_part(struct cpu *c, const struct cpu_layer *l, struct desk *d
     int row = c->tiles[tile].row, g = group_size(m);
     int64_t pos = c->batch->rows[row].pos;
     lay_out(c, thread, &b);
-    if (c->alone && split == (int)(pos / KV_SPLIT)) append(c, l, d, row, h, b.tmp);
+    if (c->alone && split == (int)(pos / KV_SPLIT)) {
+        append(c, l, d, row, h, b.tmp);
+        seal(c, l, row, h);
+    }
     gather_queries(c, l, d, row, 1, h, &b);
-    attend_split(c, l, &c->batch->views[c->batch->rows[row].sequence][l->group], h, split, g, b.first[0], pos, &b);
+    attend_split(c, l, view_of(c, l, row), h, split, g, b.first[0], pos, &b);
     for (int j = 0; j < g; j++) {
         float *p = part_at(c, tile, h * g + j, split);
         p[0] = b.m1[j];
@@ -480,9 +504,11 @@ static void attend_part(struct cpu *c, const struct cpu_layer *l, struct desk *d
     }
 }
 
-static void finish(float *o, float l, int n, float *out)
+/* out[head_v] of row r: the weighted mean of the values, in the model's own basis. */
+static void finish(const struct cpu *c, const struct cpu_layer *l, int r, const float *o, float sum, float *out)
 {
-    for (int i = 0; i < n; i++) out[i] = o[i] / l;
+    for (int i = 0; i < c->m->head_v; i++) out[i] = o[i] / sum;
+    if (kv_sealed(view_of(c, l, r)->main.shape->type_v)) c->k->rotate(out, c->m->head_v);
 }
 
 /* Joins the parts of a one-token tile into out[n_head * head_v]. */
@@ -497,7 +523,7 @@ static void join_parts(struct cpu *c, const struct cpu_layer *l, int tile, float
             const float *p = part_at(c, tile, h, s);
             c->k->join(&top, &sum, o, p[0], p[1], p + 2, m->head_v);
         }
-        finish(o, sum, m->head_v, o);
+        finish(c, l, c->tiles[tile].row, o, sum, o);
     }
 }
 
@@ -515,12 +541,12 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, const struct d
     memset(b.o, 0, sizeof(float) * n_q * m->head_v);
     for (int i = 0; i < n_q; i++) b.m[i] = -INFINITY, b.l[i] = 0;
     for (int s = first; s <= (int)(last / KV_SPLIT); s++) {
-        attend_split(c, l, &c->batch->views[rows[0].sequence][l->group], h, s, n_q, from, last, &b);
+        attend_split(c, l, view_of(c, l, c->tiles[tile].row), h, s, n_q, from, last, &b);
         for (int i = 0; i < n_q; i++)
             c->k->join(&b.m[i], &b.l[i], b.o + (size_t)i * m->head_v, b.m1[i], b.l1[i], b.o1 + (size_t)i * m->head_v, m->head_v);
     }
     for (int i = 0; i < n_q; i++)
-        finish(b.o + (size_t)i * m->head_v, b.l[i], m->head_v,
+        finish(c, l, c->tiles[tile].row + i / g, b.o + (size_t)i * m->head_v, b.l[i],
                c->att + ((size_t)(c->tiles[tile].row + i / g) * m->n_head + h * g + i % g) * m->head_v);
 }
 
@@ -537,6 +563,11 @@ static void attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, 
         while (team_take(c->team, c->batch->n_rows, 1, &i, &end))
             for (int h = 0; h < m->n_kv; h++) append(c, l, d, i, h, b.tmp);
         team_barrier(c->team);
+        if (view_of(c, l, 0)->raw.shape) {
+            while (team_take(c->team, c->batch->n_rows, 1, &i, &end))
+                for (int h = 0; h < m->n_kv; h++) seal(c, l, i, h);
+            team_barrier(c->team);
+        }
     }
     if (!split_mode(c)) {
         while (team_take(c->team, c->n_tiles * m->n_kv, 1, &i, &end))

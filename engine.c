@@ -12,7 +12,7 @@ struct engine {
     struct engine_options o;
     int64_t ctx;
     int chunk, max_rows;               /* rows of a prefill chunk, and of the largest batch */
-    struct kv_pool pools[KV_GROUPS];
+    struct kv_pool main[KV_GROUPS], raw[KV_GROUPS];  /* see struct kv_view */
     struct row *rows;                  /* [max_rows] of the batch being built */
     struct kv_view (*views)[KV_GROUPS];            /* [max_sequences] one per sequence of the batch */
     uint64_t forwards;                 /* forward passes so far: tells whether a sequence's logits are still there */
@@ -20,7 +20,8 @@ struct engine {
 
 struct sequence {
     struct engine *g;
-    struct kv_table tables[KV_GROUPS];
+    struct kv_table main[KV_GROUPS], raw[KV_GROUPS];
+    int64_t dropped_main[KV_GROUPS], dropped_raw[KV_GROUPS];      /* tokens up to here have been looked through for pages to drop */
     int32_t *tokens;                   /* [ctx] */
     int64_t n;                         /* tokens whose keys and values are in the cache */
     uint64_t forward;                  /* the pass that computed logits of the last rows, 0 = none */
@@ -29,7 +30,10 @@ struct sequence {
 
 /* ---- opening ------------------------------------------------------------------------------------------------------ */
 
-struct plan { int64_t ctx; struct kv_shape shapes[KV_GROUPS]; int pages[KV_GROUPS]; };
+struct plan { int64_t ctx; int chunk; struct kv_shape main[KV_GROUPS], raw[KV_GROUPS]; int main_pages[KV_GROUPS], raw_pages[KV_GROUPS]; };
+
+/* Tokens behind a layer's window that are still kept, so that a rejected draft can be taken back. */
+enum { WINDOW_MARGIN = 2 * KV_BLOCK };
 
 /* Shapes of the page pools that the options ask for. */
 static bool make_plan(const struct model *m, const struct engine_options *o, struct plan *p, struct error *e)
@@ -38,22 +42,24 @@ static bool make_plan(const struct model *m, const struct engine_options *o, str
     int64_t page = o->layout == KV_CONTIGUOUS ? (p->ctx + KV_BLOCK - 1) / KV_BLOCK * KV_BLOCK : o->page_size;
     if (page < KV_BLOCK || page % KV_BLOCK || page > INT32_MAX - KV_BLOCK)
         return fail(e, GEN_USAGE, "--page-size %lld is not a multiple of %d from %d up", (long long)page, KV_BLOCK, KV_BLOCK);
-    int64_t per_sequence = (p->ctx + page - 1) / page;
+    int64_t per_sequence = (p->ctx + page - 1) / page, rows = o->batch > 0 ? o->batch : CHUNK;
+    p->chunk = (int)(rows < p->ctx ? rows : p->ctx);
     if (per_sequence > INT32_MAX / o->max_sequences)
         return fail(e, GEN_USAGE, "a context of %lld tokens for %d sequences is too large to address: lower --ctx-size",
                     (long long)p->ctx, o->max_sequences);
     int layers[KV_GROUPS] = { 0 };
     for (int i = 0; i < m->n_layer; i++) layers[m->layers[i].local ? KV_LOCAL : KV_GLOBAL]++;
     for (int g = 0; g < KV_GROUPS; g++) {
-        p->shapes[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, o->type_k, o->type_v, (int)page };
-        p->pages[g] = layers[g] ? (int)(per_sequence * o->max_sequences) : 0;
+        int64_t most = g == KV_LOCAL ? (m->window + WINDOW_MARGIN + p->chunk + EXTEND_ROWS) / page + 2 : per_sequence;
+        p->main[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, o->type_k, o->type_v, (int)page };
+        p->raw[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, kv_raw_type(o->type_k), kv_raw_type(o->type_v),
+                                       KV_BLOCK };
+        p->main_pages[g] = layers[g] ? (int)((most < per_sequence ? most : per_sequence) * o->max_sequences) : 0;
+        /* block 0, the last two, one being begun; and one sequence's chunk */
+        bool sealed = layers[g] && (kv_sealed(o->type_k) || kv_sealed(o->type_v));
+        p->raw_pages[g] = sealed ? 4 * o->max_sequences + p->chunk / KV_BLOCK + 2 : 0;
     }
     return true;
-}
-
-static size_t token_bytes(const struct kv_shape *s)
-{
-    return (size_t)s->n_layer * s->n_kv * (s->head_k * kv_type_bytes(s->type_k) + s->head_v * kv_type_bytes(s->type_v));
 }
 
 bool engine_estimate(const struct model *m, const struct engine_options *o, struct kv_usage *out, struct error *e)
@@ -61,14 +67,18 @@ bool engine_estimate(const struct model *m, const struct engine_options *o, stru
     struct plan p;
     *out = (struct kv_usage){ 0 };
     if (!make_plan(m, o, &p, e)) return false;
+    double token = 0;
     for (int g = 0; g < KV_GROUPS; g++) {
-        size_t bytes;
-        if (!size_mul(kv_page_bytes(&p.shapes[g]), (size_t)p.pages[g], &bytes) ||
-            !size_add(out->bytes_reserved, bytes, &out->bytes_reserved))
+        size_t main, raw;
+        if (!size_mul(kv_page_bytes(&p.main[g]), (size_t)p.main_pages[g], &main) ||
+            !size_mul(kv_page_bytes(&p.raw[g]), (size_t)p.raw_pages[g], &raw) ||
+            !size_add(out->bytes_reserved, main, &out->bytes_reserved) ||
+            !size_add(out->bytes_reserved, raw, &out->bytes_reserved))
             return fail(e, GEN_USAGE, "a context of %lld tokens is too large to address: lower --ctx-size", (long long)p.ctx);
-        out->bytes_per_token += token_bytes(&p.shapes[g]);
-        out->pages += p.pages[g];
+        token += kv_token_bytes(&p.main[g]);
+        out->pages += p.main_pages[g] + p.raw_pages[g];
     }
+    out->bytes_per_token = (size_t)token;
     return true;
 }
 
@@ -84,13 +94,12 @@ bool engine_open(struct engine **out, const struct model *m, const struct engine
     g->o = *o;
     if (!make_plan(m, o, &p, e)) goto bad;
     g->ctx = p.ctx;
-    int64_t rows = o->batch > 0 ? o->batch : CHUNK;
-    if (rows > g->ctx) rows = g->ctx;
-    g->chunk = (int)rows;
+    int rows = g->chunk = p.chunk;
     if (rows < o->max_sequences) rows = o->max_sequences;
-    g->max_rows = (int)(rows > EXTEND_ROWS ? rows : EXTEND_ROWS);
+    g->max_rows = rows > EXTEND_ROWS ? rows : EXTEND_ROWS;
     for (int i = 0; i < KV_GROUPS; i++)
-        if (!kv_pool_open(&g->pools[i], &p.shapes[i], p.pages[i], e)) goto bad;
+        if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i], e) || !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], e))
+            goto bad;
     g->rows = alloc_zeroed(g->max_rows, sizeof *g->rows, "the batch", e);
     g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
     if (!g->rows || !g->views) goto bad;
@@ -108,7 +117,10 @@ void engine_close(struct engine *g)
 {
     if (!g) return;
     if (g->b) g->b->close(g->b);
-    for (int i = 0; i < KV_GROUPS; i++) kv_pool_close(&g->pools[i]);
+    for (int i = 0; i < KV_GROUPS; i++) {
+        kv_pool_close(&g->main[i]);
+        kv_pool_close(&g->raw[i]);
+    }
     free(g->rows);
     free(g->views);
     free(g);
@@ -121,13 +133,18 @@ const struct backend *engine_backend(const struct engine *g) { return g->b; }
 struct kv_usage engine_kv_usage(const struct engine *g)
 {
     struct kv_usage u = { 0 };
+    double token = 0;
     for (int i = 0; i < KV_GROUPS; i++) {
-        const struct kv_pool *p = &g->pools[i];
-        u.bytes_used += (size_t)(p->n_pages - p->n_free) * kv_page_bytes(&p->shape);
-        u.bytes_reserved += p->reserved;
-        u.bytes_per_token += token_bytes(&p->shape);
-        u.pages += p->n_pages - p->n_free;
+        const struct kv_pool *pools[] = { &g->main[i], &g->raw[i] };
+        for (int k = 0; k < 2; k++) {
+            int used = pools[k]->n_pages - pools[k]->n_free;
+            u.bytes_used += (size_t)used * kv_page_bytes(&pools[k]->shape);
+            u.bytes_reserved += pools[k]->reserved;
+            u.pages += used;
+        }
+        token += kv_token_bytes(&g->main[i].shape);
     }
+    u.bytes_per_token = (size_t)token;
     return u;
 }
 
@@ -140,7 +157,8 @@ bool sequence_open(struct sequence **out, struct engine *g, struct error *e)
     s->g = g;
     s->tokens = alloc_zeroed(g->ctx, sizeof *s->tokens, "a sequence's tokens", e);
     bool ok = s->tokens != NULL;
-    for (int i = 0; i < KV_GROUPS && ok; i++) ok = kv_table_open(&s->tables[i], &g->pools[i], g->ctx, e);
+    for (int i = 0; i < KV_GROUPS && ok; i++)
+        ok = kv_table_open(&s->main[i], &g->main[i], g->ctx, e) && kv_table_open(&s->raw[i], &g->raw[i], g->ctx, e);
     if (!ok) return sequence_close(s), false;
     *out = s;
     return true;
@@ -149,7 +167,10 @@ bool sequence_open(struct sequence **out, struct engine *g, struct error *e)
 void sequence_close(struct sequence *s)
 {
     if (!s) return;
-    for (int i = 0; i < KV_GROUPS; i++) kv_table_close(&s->tables[i], &s->g->pools[i]);
+    for (int i = 0; i < KV_GROUPS; i++) {
+        kv_table_close(&s->main[i], &s->g->main[i]);
+        kv_table_close(&s->raw[i], &s->g->raw[i]);
+    }
     free(s->tokens);
     free(s);
 }
@@ -166,15 +187,50 @@ const float *sequence_logits_at(const struct sequence *s, int64_t pos)
 
 const float *sequence_logits(const struct sequence *s) { return sequence_logits_at(s, s->n - 1); }
 
-void sequence_cut(struct sequence *s, int64_t n)
+/* The largest length <= n at which the sequence can go on: a block that is not whole needs its raw rows, and the windows that the next
+ * row sees must be there. */
+static int64_t resumable(const struct sequence *s, int64_t n)
 {
-    if (n < s->n) {
-        int64_t gone = s->n - n;
-        s->logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
-        s->n_logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
-        s->n = n;
+    const struct engine *g = s->g;
+    for (int i = 0; i < KV_GROUPS; i++)
+        if (!kv_table_holds(&s->raw[i], &g->raw[i], n / KV_BLOCK * KV_BLOCK, n)) n = n / KV_BLOCK * KV_BLOCK;
+    int64_t first = kv_visible(n, g->m->window).first;
+    return kv_table_holds(&s->main[KV_LOCAL], &g->main[KV_LOCAL], first, n) ? n : 0;
+}
+
+int64_t sequence_cut(struct sequence *s, int64_t n)
+{
+    if (n >= s->n) return s->n;
+    n = resumable(s, n);
+    int64_t gone = s->n - n;
+    s->logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
+    s->n_logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
+    s->n = n;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        kv_table_cut(&s->main[i], &s->g->main[i], n);
+        kv_table_cut(&s->raw[i], &s->g->raw[i], n);
+        if (s->dropped_main[i] > n) s->dropped_main[i] = n;
+        if (s->dropped_raw[i] > n) s->dropped_raw[i] = n;
     }
-    for (int i = 0; i < KV_GROUPS; i++) kv_table_cut(&s->tables[i], &s->g->pools[i], n);
+    return n;
+}
+
+/* Gives back pages that no row to come can reach: what lies behind the windows, and raw blocks but the first and the last two. */
+static void drop_unreachable(struct sequence *s)
+{
+    struct engine *g = s->g;
+    int64_t seen = kv_visible(s->n, g->m->window).first - WINDOW_MARGIN, last = (s->n - 1) / KV_BLOCK * KV_BLOCK - KV_BLOCK;
+    if (seen > s->dropped_main[KV_LOCAL] && g->o.layout == KV_PAGED) {
+        int64_t page = g->main[KV_LOCAL].shape.page_size;
+        kv_table_drop(&s->main[KV_LOCAL], &g->main[KV_LOCAL], s->dropped_main[KV_LOCAL] / page * page, seen);
+        s->dropped_main[KV_LOCAL] = seen;
+    }
+    for (int i = 0; i < KV_GROUPS; i++)
+        if (last > s->dropped_raw[i]) {
+            int64_t from = s->dropped_raw[i] > KV_BLOCK ? s->dropped_raw[i] / KV_BLOCK * KV_BLOCK : KV_BLOCK;
+            kv_table_drop(&s->raw[i], &g->raw[i], from, last);
+            s->dropped_raw[i] = last;
+        }
 }
 
 /* The last `wanted` rows of the pass just run are this sequence's; their logits end at place `last`. */
@@ -199,10 +255,11 @@ static bool put_row(struct sequence *s, int i, int slot, int32_t token, enum wan
     if (s->n >= g->ctx)
         return fail(e, GEN_USAGE, "the context of %lld tokens is full: raise --ctx-size", (long long)g->ctx);
     for (int k = 0; k < KV_GROUPS; k++) {
-        if (!kv_table_grow(&s->tables[k], &g->pools[k], s->n + 1))
+        if (!kv_table_grow(&s->main[k], &g->main[k], s->n + 1) || !kv_table_grow(&s->raw[k], &g->raw[k], s->n + 1))
             return fail(e, GEN_RUN, "no KV page is left for token %lld: lower --ctx-size or the number of sequences",
                         (long long)s->n);
-        g->views[slot][k] = (struct kv_view){ &g->pools[k].shape, g->pools[k].base, s->tables[k].pages };
+        g->views[slot][k] = (struct kv_view){ { &g->main[k].shape, g->main[k].base, s->main[k].pages },
+                                              { g->raw[k].n_pages ? &g->raw[k].shape : NULL, g->raw[k].base, s->raw[k].pages } };
     }
     g->rows[i] = (struct row){ token, slot, s->n, want };
     s->tokens[s->n++] = token;
@@ -234,6 +291,7 @@ static bool extend(struct sequence *s, const int32_t *tokens, int64_t n, int64_t
         }
         if (!run(g, rows, e)) return sequence_cut(s, at), false;
         has_logits(s, wanted - 1, wanted);
+        drop_unreachable(s);
         for (int i = 0; each && i < wanted; i++)
             if (!each(user, s->n - wanted + i, g->b->logits(g->b, i), e)) return false;
         if (g->o.progress && n - begin > g->chunk) g->o.progress("prefill", (double)(s->n - begin) / (n - begin));
@@ -256,11 +314,9 @@ bool sequence_sync(struct sequence *s, const int32_t *tokens, int64_t n, int64_t
     if (s->g->o.cache)
         while (same < n && same < s->n && s->tokens[same] == tokens[same]) same++;
     bool ready = same == n && s->n == n && sequence_logits(s);
-    if (same == n && !ready) same = n - 1;
+    if (!ready) same = sequence_cut(s, same == n ? n - 1 : same);
     if (reused) *reused = same;
-    if (ready) return true;
-    sequence_cut(s, same);
-    return extend(s, tokens, n, n - 1, NULL, NULL, stop, e);
+    return ready || extend(s, tokens, n, n - 1, NULL, NULL, stop, e);
 }
 
 bool sequence_score(struct sequence *s, const int32_t *tokens, int64_t n, int64_t first, score_row each, void *user,
@@ -277,6 +333,7 @@ bool sequence_extend(struct sequence *s, const int32_t *tokens, int n, struct er
         if (!put_row(s, i, 0, tokens[i], WANT_LOGITS, e)) return sequence_cut(s, s->n - i), false;
     if (!run(s->g, n, e)) return sequence_cut(s, s->n - n), false;
     has_logits(s, n - 1, n);
+    drop_unreachable(s);
     return true;
 }
 
@@ -294,6 +351,9 @@ bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *
         return extend(seqs[0], seqs[0]->tokens, all, all - 1, NULL, NULL, NULL, e);
     }
     if (!run(g, n, e)) return false;
-    for (int i = 0; i < n; i++) has_logits(seqs[i], i, 1);
+    for (int i = 0; i < n; i++) {
+        has_logits(seqs[i], i, 1);
+        drop_unreachable(seqs[i]);
+    }
     return true;
 }

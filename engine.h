@@ -55,8 +55,9 @@ bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *
 /* Appends n tokens, 1 to EXTEND_ROWS, in one forward pass; the logits after each of them are ready afterwards. Does not allocate. */
 enum { EXTEND_ROWS = 16 };
 bool sequence_extend(struct sequence *s, const int32_t *tokens, int n, struct error *e);
-/* Drops all tokens from position n on. */
-void sequence_cut(struct sequence *s, int64_t n);
+/* Drops all tokens from position n on, and as many before it as have lost what the next token needs: none as long as n lies within
+ * the last EXTEND_ROWS tokens. Returns the length that is left. */
+int64_t sequence_cut(struct sequence *s, int64_t n);
 
 /* Logits after the sequence's last token, or after the one at `pos`: [n_vocab], valid until the next call that computes anything.
  * NULL when there are none. */

@@ -240,8 +240,8 @@ bool inspect_run(struct bytes *out, const struct model *m, const struct engine_o
     uint64_t available = memory_available();
     int n = 0;
     if (!asked.ctx) asked.ctx = m->n_ctx;
-    for (int k = KV_F32; k <= KV_F16; k++)
-        for (int v = KV_F32; v <= KV_F16; v++) {
+    for (int k = KV_F32; k < KV_TYPES; k++)
+        for (int v = KV_F32; v < KV_TYPES; v++) {
             bool shown = k == v || (k == (int)o->type_k && v == (int)o->type_v);
             if (shown && !estimate(&s[n++], m, asked, k, v, e)) return false;
         }

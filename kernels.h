@@ -95,9 +95,13 @@ struct kernels {
     void (*glu)(const float *gate, const float *up, int n, enum activation act, float *out);
     /* Turns x[n] in place by (cos, sin)[n/2]. */
     void (*rope)(float *x, const float *cs, const float *sn, int n, enum rope_order order);
-    /* Writes one token's key [head_k] / value [head_v] into its tile at lane/row t (0..31). */
+    /* Writes one token's key [head_k] / value [head_v] into its raw tile at lane/row t (0..31). */
     void (*put_key)(void *tile, enum kv_type type, const float *k, int head_k, int t);
     void (*put_value)(void *tile, enum kv_type type, const float *v, int head_v, int t);
+    /* Turns x[n] into the sealed types' basis, and back. */
+    void (*rotate)(float *x, int n);
+    /* Makes a tile of `type`, for heads of n channels, from the raw tile of 32 tokens of kv_raw_type(type). */
+    void (*seal)(const void *raw, void *tile, enum kv_type type, int n, bool keys);
     /* Attention of n_q query rows over one split of keys: see struct attend. */
     void (*attend)(const struct attend *a);
     /* Joins the split (m1, l1, o1[n]) to the splits before it (m, l, o); an empty state is m = -inf, l = 0, o = 0. Splits are joined

@@ -62,13 +62,32 @@ bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t tokens)
     return true;
 }
 
+static void give_back(struct kv_pool *p, int32_t *page)
+{
+    if (*page >= 0 && --p->refs[*page] == 0) p->free[p->n_free++] = *page;
+    *page = -1;
+}
+
 void kv_table_cut(struct kv_table *t, struct kv_pool *p, int64_t tokens)
 {
     if (p->n_pages == 0) return;
-    for (int keep = pages_for(p, tokens); t->n > keep; ) {
-        int32_t page = t->pages[--t->n];
-        if (--p->refs[page] == 0) p->free[p->n_free++] = page;
-    }
+    for (int keep = pages_for(p, tokens); t->n > keep; ) give_back(p, &t->pages[--t->n]);
+}
+
+void kv_table_drop(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to)
+{
+    if (p->n_pages == 0) return;
+    int end = (int)(to / p->shape.page_size);
+    for (int i = pages_for(p, from); i < end && i < t->n; i++) give_back(p, &t->pages[i]);
+}
+
+bool kv_table_holds(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to)
+{
+    if (p->n_pages == 0 || to <= from) return true;
+    int end = pages_for(p, to);
+    bool there = end <= t->n;
+    for (int i = (int)(from / p->shape.page_size); i < end && there; i++) there = t->pages[i] >= 0;
+    return there;
 }
 
 void kv_table_close(struct kv_table *t, struct kv_pool *p)
@@ -86,8 +105,8 @@ bool kv_pool_check(const struct kv_pool *p, const struct kv_table *const *tables
     for (int i = 0; i < n_tables; i++)
         for (int k = 0; k < tables[i]->n; k++) {
             int32_t page = tables[i]->pages[k];
-            if (page < 0 || page >= p->n_pages) ok = false;
-            else seen[page]++;
+            if (page >= p->n_pages) ok = false;
+            else if (page >= 0) seen[page]++;
         }
     for (int i = 0; i < p->n_pages; i++) ok = ok && seen[i] == p->refs[i];
     for (int i = 0; i < p->n_free && ok; i++) {

@@ -1,18 +1,28 @@
-/* kvcache.h - the contract of the KV cache that every backend's compiler reads: what a page is, where a row lies, which
- * rows a query sees.
+/* kvcache.h - the contract of the KV cache that every backend's compiler reads: what a page is, where a row lies, how it is
+ * kept, which rows a query sees.
  *
  * A page holds `page_size` tokens (a multiple of KV_BLOCK) of all layers of a group. Contiguous is the one-page case. In a page, each
- * layer has one key plane and one value plane; a plane is a sequence of tiles, one tile per (KV head, block of 32 tokens):
+ * layer has one key plane and one value plane; a plane is a sequence of tiles, one per (KV head, block of 32 tokens):
  *
- *   page:   layer 0 | layer 1 | ...                     layer_bytes each
+ *   page:   layer 0 | layer 1 | ...
  *   layer:  K of head 0, head 1, ... | V of head 0, head 1, ...
- *   head:   tile of tokens 0..31 | tile of tokens 32..63 | ...  (page_size / 32 tiles)
- *   K tile: [head_k][32]   channel-major: lane t of row d is channel d of token t. A query's scores for 32 keys are one chain
- *                          of multiply-adds per key in the order of d, without horizontal sums; a channel's statistics over
- *                          the block are neighbours.
- *   V tile: [32][head_v]   token-major: row t is added to the output with weight p[t].
+ *   head:   tile of tokens 0..31 | tile of tokens 32..63 | ...
+ *   tile:   means | scales | codes                      (means and scales only where the type has them)
  *
- * Keys are stored after RoPE at their absolute position and are never turned again. */
+ *   K codes  [head][32]  channel-major: lane t of row d is channel d of token t. A query's scores for 32 keys are one chain of
+ *                        multiply-adds per key in the order of d, without horizontal sums.
+ *   V codes  [32][head]  token-major: row t is added to the output with the weight of token t.
+ *   int4     K [head][16], V [16][head]: a byte's low nibble is token u = 0..15, its high nibble token u + 16.
+ *   scales   [blocks][32]: one per token and block of channels (kv_blocks), f16; int4: one byte, see kv_small_scale.
+ *   means    [head] f16, int4 keys only: the mean of each channel over the tile's tokens, taken out before coding.
+ *
+ * Keys are stored after RoPE at their absolute position and are never turned again. Rows of the types below f16 are kept in a
+ * rotated basis (Hadamard, per head), which spreads outlier channels over all: queries are rotated likewise, outputs rotated back.
+ *
+ * Sealing. A block of the types below f16 is quantised once, when all its 32 rows are there. A query sees its own block and block 0 in
+ * raw form (f16) and all other blocks sealed, whether it is part of a prompt or generated, so a row's result does not depend on how the
+ * rows before it came. Raw blocks live in slots of their own; kept are those of block 0, of the last two blocks, and of a chunk
+ * while it is computed. */
 #ifndef KVCACHE_H
 #define KVCACHE_H
 
@@ -21,11 +31,28 @@
 #include <stdint.h>
 
 #define KV_BLOCK 32                    /* tokens in a tile, in every layout */
+#define KV_HEAD_MOST 1024              /* largest head size */
 #define KV_SPLIT 256                   /* keys of one split of a row's attention: splits start at multiples of it */
 
-enum kv_type { KV_F32, KV_F16 };       /* how a key or value element is kept */
+/* How a key or value element is kept. fp8 is e4m3 with a scale per row and head. */
+enum kv_type { KV_F32, KV_F16, KV_BF16, KV_FP8, KV_INT8, KV_INT4, KV_TYPES };
 
-static inline size_t kv_type_bytes(enum kv_type t) { return t == KV_F32 ? 4 : 2; }
+/* Blocks of the type are sealed; rows not yet sealed, and block 0, are kept as kv_raw_type. */
+static inline bool kv_sealed(enum kv_type t) { return t >= KV_FP8; }
+static inline enum kv_type kv_raw_type(enum kv_type t) { return kv_sealed(t) ? KV_F16 : t; }
+
+/* Blocks of channels that share a token's scale: 32 channels each, the last one with what is left over; 0 = no scales. */
+static inline int kv_blocks(enum kv_type t, int head)
+{
+    return !kv_sealed(t) ? 0 : t == KV_FP8 || head < 64 ? 1 : head / 32;
+}
+
+/* int4's scales: 5 bits of exponent and 3 of mantissa, as the top bits of a float (about 3e-5 to 1.2e5). */
+static inline float kv_small_scale(uint8_t s)
+{
+    union { uint32_t u; float f; } x = { ((uint32_t)s << 20) + (112u << 23) };
+    return x.f;
+}
 
 /* Shape of the pages of one layer group: fixed for a run. */
 struct kv_shape {
@@ -36,30 +63,64 @@ struct kv_shape {
     int page_size;                     /* tokens, a multiple of KV_BLOCK */
 };
 
-static inline size_t kv_k_tile_bytes(const struct kv_shape *s) { return (size_t)s->head_k * KV_BLOCK * kv_type_bytes(s->type_k); }
-static inline size_t kv_v_tile_bytes(const struct kv_shape *s) { return (size_t)s->head_v * KV_BLOCK * kv_type_bytes(s->type_v); }
+/* Bytes in front of a tile's codes. `means`: the tile is of keys. */
+static inline size_t kv_mean_bytes(enum kv_type t, int head, bool keys) { return t == KV_INT4 && keys ? 2 * (size_t)head : 0; }
+static inline size_t kv_scale_bytes(enum kv_type t, int head)
+{
+    return (size_t)kv_blocks(t, head) * KV_BLOCK * (t == KV_INT4 ? 1 : 2);
+}
+static inline size_t kv_code_bytes(enum kv_type t, int head)
+{
+    size_t n = (size_t)head * KV_BLOCK;
+    return t == KV_F32 ? 4 * n : t <= KV_BF16 ? 2 * n : t == KV_INT4 ? n / 2 : n;
+}
+/* A whole tile, rounded up so that the next one starts at a multiple of 16 bytes. */
+static inline size_t kv_tile_bytes(enum kv_type t, int head, bool keys)
+{
+    return (kv_mean_bytes(t, head, keys) + kv_scale_bytes(t, head) + kv_code_bytes(t, head) + 15) & ~(size_t)15;
+}
+static inline size_t kv_k_tile_bytes(const struct kv_shape *s) { return kv_tile_bytes(s->type_k, s->head_k, true); }
+static inline size_t kv_v_tile_bytes(const struct kv_shape *s) { return kv_tile_bytes(s->type_v, s->head_v, false); }
 static inline size_t kv_layer_bytes(const struct kv_shape *s)
 {
     return (size_t)s->n_kv * (s->page_size / KV_BLOCK) * (kv_k_tile_bytes(s) + kv_v_tile_bytes(s));
 }
 static inline size_t kv_page_bytes(const struct kv_shape *s) { return s->n_layer * kv_layer_bytes(s); }
+/* Bytes of one token in all layers of the group, scales included. */
+static inline double kv_token_bytes(const struct kv_shape *s)
+{
+    return (double)s->n_layer * s->n_kv * (kv_k_tile_bytes(s) + kv_v_tile_bytes(s)) / KV_BLOCK;
+}
 
-/* One sequence as a kernel sees it in one layer group. */
-struct kv_view {
+/* Pages of one kind as a kernel sees them: page p starts at base + p * kv_page_bytes. */
+struct kv_slots {
     const struct kv_shape *shape;
-    unsigned char *base;               /* page p starts at base + p * kv_page_bytes */
-    const int32_t *pages;              /* [tokens / page_size, rounded up]: page of the i-th stretch of page_size tokens */
+    unsigned char *base;
+    const int32_t *pages;              /* [tokens / page_size, rounded up]: page of the i-th stretch of page_size tokens; -1 = gone */
 };
 
+/* One sequence in one layer group. */
+struct kv_view {
+    struct kv_slots main;              /* all tokens; for sealed types their full blocks */
+    struct kv_slots raw;               /* pages of one block, raw types; shape NULL where no type is sealed */
+};
+
+/* The slots in which a query at `pos` finds the block that starts at `block`, and those that rows are written to. */
+static inline const struct kv_slots *kv_seen(const struct kv_view *v, int64_t pos, int64_t block)
+{
+    return v->raw.shape && (block == 0 || block == pos / KV_BLOCK * KV_BLOCK) ? &v->raw : &v->main;
+}
+static inline const struct kv_slots *kv_written(const struct kv_view *v) { return v->raw.shape ? &v->raw : &v->main; }
+
 /* The tiles of (layer in group, KV head) that hold token `pos`. */
-static inline unsigned char *kv_k_tile(const struct kv_view *v, int layer, int head, int64_t pos)
+static inline unsigned char *kv_k_tile(const struct kv_slots *v, int layer, int head, int64_t pos)
 {
     const struct kv_shape *s = v->shape;
     size_t page = (size_t)v->pages[pos / s->page_size], tile = (size_t)(pos % s->page_size) / KV_BLOCK;
     return v->base + page * kv_page_bytes(s) + layer * kv_layer_bytes(s)
          + ((size_t)head * (s->page_size / KV_BLOCK) + tile) * kv_k_tile_bytes(s);
 }
-static inline unsigned char *kv_v_tile(const struct kv_view *v, int layer, int head, int64_t pos)
+static inline unsigned char *kv_v_tile(const struct kv_slots *v, int layer, int head, int64_t pos)
 {
     const struct kv_shape *s = v->shape;
     size_t page = (size_t)v->pages[pos / s->page_size], tile = (size_t)(pos % s->page_size) / KV_BLOCK;
@@ -81,7 +142,7 @@ static inline struct kv_range kv_visible(int64_t pos, int window)
 
 struct error;
 
-/* Pages of one layer group: one reservation of address space, touched only when used. */
+/* Pages of one kind: one reservation of address space, touched only when used. */
 struct kv_pool {
     struct kv_shape shape;
     unsigned char *base;
@@ -96,15 +157,19 @@ void kv_pool_close(struct kv_pool *p);
 
 /* A sequence's pages in one pool. */
 struct kv_table {
-    int32_t *pages;                    /* [cap] */
-    int n, cap;                        /* pages held; most it may hold */
+    int32_t *pages;                    /* [cap]; -1 where a page was given back */
+    int n, cap;                        /* pages covered; most it may cover */
 };
-/* The table never grows past `max_tokens`, so that a token loop does not allocate. */
+/* The table never covers more than `max_tokens`, so that a token loop does not allocate. */
 bool kv_table_open(struct kv_table *t, const struct kv_pool *p, int64_t max_tokens, struct error *e);
-/* Makes room for `tokens` tokens; false when the pool has no page left (nothing changed then). */
+/* Covers `tokens` tokens; false when the pool has no page left (nothing changed then). */
 bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t tokens);
 /* Gives back the pages past `tokens` tokens. */
 void kv_table_cut(struct kv_table *t, struct kv_pool *p, int64_t tokens);
+/* Gives back the pages that hold only tokens of [from, to). */
+void kv_table_drop(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to);
+/* All pages that hold tokens of [from, to) are there. */
+bool kv_table_holds(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to);
 void kv_table_close(struct kv_table *t, struct kv_pool *p);
 
 /* True when reference counts, free list and tables agree: the invariant checker of the tests. */

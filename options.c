@@ -106,8 +106,8 @@ const struct option_row option_table[] = {
       "How the cache lies in memory; results never depend on it." },
     { GROUP_CACHE, "page-size", 0, "N", "32", OPT_INT, 32, 1 << 20, AT(page_size), 0, 0,
       "Tokens in a page of the paged layout, a multiple of 32." },
-    { GROUP_CACHE, "ctk", 0, "f32|f16", "f16", OPT_CHOICE, 0, 0, AT(type_k), 0, 0, "Type of the cached keys." },
-    { GROUP_CACHE, "ctv", 0, "f32|f16", "f16", OPT_CHOICE, 0, 0, AT(type_v), 0, 0, "Type of the cached values." },
+    { GROUP_CACHE, "ctk", 0, "f32|f16|bf16|fp8|int8|int4", "f16", OPT_CHOICE, 0, 0, AT(type_k), 0, 0, "Type of the cached keys." },
+    { GROUP_CACHE, "ctv", 0, "f32|f16|bf16|fp8|int8|int4", "f16", OPT_CHOICE, 0, 0, AT(type_v), 0, 0, "Type of the cached values." },
     { GROUP_CACHE, "no-kv-cache", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_kv_cache), 0, 0,
       "Compute the whole text again for each token: the slow baseline, with the same results." },
 

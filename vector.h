@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 #include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -34,11 +35,49 @@ INLINE vf v_fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m51
 INLINE vf v_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }       /* b where either is NaN */
 INLINE vf v_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE vf v_half(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
+INLINE vf v_bf16(const uint16_t *p)
+{
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
+}
+INLINE vf v_fp8(const uint8_t *p)      /* e4m3: moved up, its bits are a half float of 1/256 the value */
+{
+    __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)p));
+    x = _mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8),
+                        _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7));
+    return (vf)_mm512_cvtph_ps(x) * 256;
+}
+INLINE vf v_int8(const int8_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p))); }
+INLINE vf v_int4(const uint8_t *p, bool high)      /* the high or the low nibbles, -8..7 */
+{
+    __m128i x = _mm_loadu_si128((const void *)p), eight = _mm_set1_epi8(8);
+    x = _mm_and_si128(high ? _mm_srli_epi16(x, 4) : x, _mm_set1_epi8(15));
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_sub_epi8(_mm_xor_si128(x, eight), eight)));
+}
+INLINE vi v_bytes(const uint8_t *p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
 #elif defined __AVX2__
 INLINE vf v_fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE vf v_max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE vf v_min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE vf v_half(const uint16_t *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
+INLINE vf v_bf16(const uint16_t *p)
+{
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16);
+}
+INLINE vf v_fp8(const uint8_t *p)
+{
+    __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64((const void *)p));
+    x = _mm_or_si128(_mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8),
+                     _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f)), 7));
+    return (vf)_mm256_cvtph_ps(x) * 256;
+}
+INLINE vf v_int8(const int8_t *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p))); }
+INLINE vf v_int4(const uint8_t *p, bool high)
+{
+    __m128i x = _mm_loadl_epi64((const void *)p), eight = _mm_set1_epi8(8);
+    x = _mm_and_si128(high ? _mm_srli_epi16(x, 4) : x, _mm_set1_epi8(15));
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_sub_epi8(_mm_xor_si128(x, eight), eight)));
+}
+INLINE vi v_bytes(const uint8_t *p) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
 #else
 INLINE vf v_fma(vf a, vf b, vf c) { return a * b + c; }
 INLINE vf v_max(vf a, vf b) { return (vf)_mm_max_ps((__m128)a, (__m128)b); }
@@ -47,7 +86,29 @@ INLINE vf v_half(const uint16_t *p)
 {
     return (vf){ f16_to_f32(p[0]), f16_to_f32(p[1]), f16_to_f32(p[2]), f16_to_f32(p[3]) };
 }
+INLINE vf v_bf16(const uint16_t *p)
+{
+    vi x = { p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16 };
+    return (vf)x;
+}
+INLINE vf v_fp8(const uint8_t *p)
+{
+    uint16_t h[VW];
+    for (int i = 0; i < VW; i++) h[i] = (uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
+    return v_half(h) * 256;
+}
+INLINE vf v_int8(const int8_t *p) { return (vf){ p[0], p[1], p[2], p[3] }; }
+INLINE vf v_int4(const uint8_t *p, bool high)
+{
+    int8_t x[VW];
+    for (int i = 0; i < VW; i++) x[i] = (int8_t)(((high ? p[i] >> 4 : p[i] & 15) ^ 8) - 8);
+    return v_int8(x);
+}
+INLINE vi v_bytes(const uint8_t *p) { return (vi){ p[0], p[1], p[2], p[3] }; }
 #endif
+
+/* int4's scales (kvcache.h) */
+INLINE vf v_small_scale(const uint8_t *p) { return (vf)((v_bytes(p) << 20) + (112 << 23)); }
 
 #if defined __FMA__
 INLINE float s_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

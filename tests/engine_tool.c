@@ -123,7 +123,10 @@ int main(int argc, char **argv)
     char note[200];
     if (argc != 9) return fprintf(stderr, "usage: engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS\n"), 2;
     state = strtoull(argv[2], NULL, 10);
-    enum kv_type type = strcmp(argv[6], "f32") == 0 ? KV_F32 : KV_F16;
+    static const char *const types[KV_TYPES] = { "f32", "f16", "bf16", "fp8", "int8", "int4" };
+    enum kv_type type = KV_F16;
+    for (int i = 0; i < KV_TYPES; i++)
+        if (!strcmp(argv[6], types[i])) type = (enum kv_type)i;
     struct engine_options o = { .ctx = CTX, .batch = atoi(argv[7]), .threads = atoi(argv[8]), .max_sequences = SEQUENCES,
                                 .layout = strcmp(argv[4], "paged") ? KV_CONTIGUOUS : KV_PAGED, .page_size = atoi(argv[5]),
                                 .type_k = type, .type_v = type, .cache = true };

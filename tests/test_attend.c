@@ -31,24 +31,24 @@ struct cache { struct kv_shape shape; struct kv_view view; int32_t *pages; float
 static void fill(struct cache *c, const struct kernels *table, enum kv_type type, int head_k, int head_v, int page, int n)
 {
     int n_pages = (n + page - 1) / page;
-    *c = (struct cache){ { 2, 2, head_k, head_v, type, type, page }, { 0 }, malloc(sizeof(int32_t) * n_pages),
+    *c = (struct cache){ { 2, 2, head_k, head_v, type, type, page }, { { 0 }, { 0 } }, malloc(sizeof(int32_t) * n_pages),
                          malloc(sizeof(float) * n * head_k), malloc(sizeof(float) * n * head_v), n };
     size_t bytes = kv_page_bytes(&c->shape) * n_pages;
     for (int i = 0; i < n_pages; i++) c->pages[i] = n_pages - 1 - i;
-    c->view = (struct kv_view){ &c->shape, malloc(bytes), c->pages };
-    memset(c->view.base, 0xff, bytes);
+    c->view.main = (struct kv_slots){ &c->shape, malloc(bytes), c->pages };
+    memset(c->view.main.base, 0xff, bytes);
     for (int i = 0; i < n * head_k; i++) c->k[i] = rnd();
     for (int i = 0; i < n * head_v; i++) c->v[i] = rnd();
     for (int t = 0; t < n; t++) {
-        table->put_key(kv_k_tile(&c->view, 1, 1, t), type, c->k + (size_t)t * head_k, head_k, t % KV_BLOCK);
-        table->put_value(kv_v_tile(&c->view, 1, 1, t), type, c->v + (size_t)t * head_v, head_v, t % KV_BLOCK);
+        table->put_key(kv_k_tile(&c->view.main, 1, 1, t), type, c->k + (size_t)t * head_k, head_k, t % KV_BLOCK);
+        table->put_value(kv_v_tile(&c->view.main, 1, 1, t), type, c->v + (size_t)t * head_v, head_v, t % KV_BLOCK);
         if (type == KV_F16) {
             for (int d = 0; d < head_k; d++) c->k[t * head_k + d] = f16_to_f32(f32_to_f16(c->k[t * head_k + d]));
             for (int d = 0; d < head_v; d++) c->v[t * head_v + d] = f16_to_f32(f32_to_f16(c->v[t * head_v + d]));
         }
     }
 }
-static void drop(struct cache *c) { free(c->view.base); free(c->pages); free(c->k); free(c->v); }
+static void drop(struct cache *c) { free(c->view.main.base); free(c->pages); free(c->k); free(c->v); }
 
 /* Queries [q0, q1) of q over all their splits, in groups of `step` rows. */
 static void run(const struct kernels *table, const struct cache *c, const float *q, const int64_t *first, const int64_t *last,
@@ -151,6 +151,120 @@ static void test_attend(void **unused)
     }
 }
 
+/* ---- sealed types ------------------------------------------------------------------------------------------------- */
+
+/* Element (token t, channel d) of a tile, decoded from the layout that kvcache.h describes. */
+static double decode(const unsigned char *tile, enum kv_type type, int head, bool keys, int t, int d)
+{
+    const unsigned char *scales = tile + kv_mean_bytes(type, head, keys), *codes = scales + kv_scale_bytes(type, head);
+    int blocks = kv_blocks(type, head), block = d / 32 < blocks ? d / 32 : blocks - 1;
+    uint16_t half;
+    if (type == KV_INT4) {
+        double mean = 0;
+        if (keys) memcpy(&half, tile + 2 * d, 2), mean = f16_to_f32(half);
+        int byte = codes[keys ? d * 16 + t % 16 : t % 16 * head + d], nibble = t < 16 ? byte & 15 : byte >> 4;
+        return mean + (nibble < 8 ? nibble : nibble - 16) * (double)kv_small_scale(scales[block * KV_BLOCK + t]);
+    }
+    size_t at = keys ? (size_t)d * KV_BLOCK + t : (size_t)t * head + d;
+    memcpy(&half, scales + 2 * (block * KV_BLOCK + t), 2);
+    if (type == KV_INT8) return (int8_t)codes[at] * (double)f16_to_f32(half);
+    int c = codes[at], exponent = c >> 3 & 15, mantissa = c & 7;
+    double magnitude = exponent ? ldexp(1 + mantissa / 8.0, exponent - 7) : ldexp(mantissa, -9);
+    return (c & 0x80 ? -magnitude : magnitude) * f16_to_f32(half);
+}
+
+/* Root mean square of the error of sealed normal numbers, as a share of theirs. Theory for 32 to 128 numbers to a scale: fp8 0.026,
+ * int8 0.007, int4 0.10 to 0.11. */
+static const double coarse[KV_TYPES] = { [KV_FP8] = 0.03, [KV_INT8] = 0.0085, [KV_INT4] = 0.12 };
+
+static void check_sealed(const struct kernels *table, enum kv_type type_k, enum kv_type type_v, int head_k, int head_v, int n)
+{
+    struct cache c;                    /* its pages of one block hold the raw rows */
+    int blocks = (n + KV_BLOCK - 1) / KV_BLOCK;
+    fill(&c, table, KV_F16, head_k, head_v, KV_BLOCK, n);
+    struct kv_shape shape = { 2, 2, head_k, head_v, type_k, type_v, 2 * KV_BLOCK };
+    int32_t *pages = malloc(sizeof *pages * blocks);
+    for (int i = 0; i < blocks; i++) pages[i] = i ^ 1;
+    c.view.raw = c.view.main;
+    c.view.main = (struct kv_slots){ &shape, malloc(kv_page_bytes(&shape) * (blocks + 1)), pages };
+    memset(c.view.main.base, 0xff, kv_page_bytes(&shape) * (blocks + 1));
+    for (int t = 0; t + KV_BLOCK <= n; t += KV_BLOCK) {
+        unsigned char *k = kv_k_tile(&c.view.main, 1, 1, t), *v = kv_v_tile(&c.view.main, 1, 1, t);
+        table->seal(kv_k_tile(&c.view.raw, 1, 1, t), k, type_k, head_k, true);
+        table->seal(kv_v_tile(&c.view.raw, 1, 1, t), v, type_v, head_v, false);
+        if (t == 0 || t + KV_BLOCK >= n) continue;     /* block 0 and the queries' own are seen raw */
+        for (int plane = 0; plane < 2; plane++) {
+            enum kv_type type = plane ? type_v : type_k;
+            int head = plane ? head_v : head_k;
+            double power = 0, noise = 0;
+            for (int i = 0; i < KV_BLOCK && kv_sealed(type); i++)
+                for (int d = 0; d < head; d++) {
+                    float *x = (plane ? c.v : c.k) + (size_t)(t + i) * head + d;
+                    double y = decode(plane ? v : k, type, head, !plane, i, d);
+                    power += (double)*x * *x, noise += (y - *x) * (y - *x);
+                    *x = (float)y;
+                }
+            if (!(noise <= coarse[type] * coarse[type] * power))
+                fail_msg("%s type %d head size %d: error %g of the rows", table->name, type, head, sqrt(noise / power));
+        }
+    }
+    float *q = malloc(sizeof(float) * head_k), *out = malloc(sizeof(float) * head_v);
+    int64_t first = 0, last = n - 1;
+    for (int i = 0; i < head_k; i++) q[i] = rnd() / sqrtf((float)head_k) * 3;
+    run(table, &c, q, &first, &last, 1, 1, 0, out);
+    double error = oracle_error(&c, q, &first, &last, 1, 0, out);
+    if (!(error <= 1e-5)) fail_msg("%s: types %d/%d head %d/%d tokens %d: error %g", table->name, type_k, type_v, head_k, head_v, n, error);
+    free(q), free(out), free(pages), free(c.view.main.base);
+    c.view.main.base = c.view.raw.base;
+    c.view.main.pages = c.pages;
+    drop(&c);
+}
+
+static void test_sealed(void **unused)
+{
+    (void)unused;
+    static const int heads[][2] = { { 64, 64 }, { 32, 32 }, { 80, 80 }, { 96, 40 }, { 100, 100 }, { 128, 128 }, { 256, 256 }, { 24, 36 } };
+    for (int k = 0; k < n_kernel_tables; k++)
+        for (size_t h = 0; kernel_tables[k]->usable() && h < sizeof heads / sizeof *heads; h++)
+            for (enum kv_type a = KV_F16; a < KV_TYPES; a++)
+                for (enum kv_type b = KV_F16; b < KV_TYPES; b++)
+                    if ((kv_sealed(a) || kv_sealed(b)) && a != KV_BF16 && b != KV_BF16)
+                        check_sealed(kernel_tables[k], a, b, heads[h][0], heads[h][1], 100 + 32 * (int)(h % 3));
+}
+
+/* What the types promise to cost: shares of f16, scales and means included, from head size 32 on. */
+static void test_bytes(void **unused)
+{
+    (void)unused;
+    for (int head = 32; head <= 256; head += 4)
+        for (int keys = 0; keys < 2; keys++) {
+            double f16 = (double)kv_tile_bytes(KV_F16, head, keys);
+            assert_true(kv_tile_bytes(KV_INT8, head, keys) <= 0.56 * f16);
+            assert_true(kv_tile_bytes(KV_FP8, head, keys) <= 0.56 * f16);
+            if (!(kv_tile_bytes(KV_INT4, head, keys) <= 0.30 * f16))
+                print_message("int4 %s of head size %d: %.4f of f16\n", keys ? "keys" : "values", head,
+                              kv_tile_bytes(KV_INT4, head, keys) / f16);
+            assert_true(kv_tile_bytes(KV_INT4, head, 0) + kv_tile_bytes(KV_INT4, head, 1) <= 2 * 0.30 * f16);
+        }
+}
+
+/* The rotation is orthonormal and its own inverse. */
+static void test_rotate(void **unused)
+{
+    (void)unused;
+    for (int k = 0; k < n_kernel_tables; k++)
+        for (int n = 1; kernel_tables[k]->usable() && n <= 256; n = n < 100 ? n + 1 : n + 52) {
+            float x[256], y[256];
+            double before = 0, after = 0;
+            for (int i = 0; i < n; i++) x[i] = y[i] = rnd();
+            kernel_tables[k]->rotate(y, n);
+            for (int i = 0; i < n; i++) before += (double)x[i] * x[i], after += (double)y[i] * y[i];
+            assert_true(fabs(before - after) <= 1e-5 * (1 + before));
+            kernel_tables[k]->rotate(y, n);
+            for (int i = 0; i < n; i++) assert_true(fabsf(x[i] - y[i]) <= 2e-6f);
+        }
+}
+
 /* A NaN in a visible key must not vanish in the softmax. */
 static void test_nan(void **unused)
 {
@@ -166,10 +280,10 @@ static void test_nan(void **unused)
             float row[64];
             memcpy(row, c.k + bad * 64, sizeof row);
             row[5] = NAN;
-            kernel_tables[k]->put_key(kv_k_tile(&c.view, 1, 1, bad), KV_F32, row, 64, bad % KV_BLOCK);
+            kernel_tables[k]->put_key(kv_k_tile(&c.view.main, 1, 1, bad), KV_F32, row, 64, bad % KV_BLOCK);
             run(kernel_tables[k], &c, q, &first, &last, 1, 1, 0, out);
             assert_true(isnan(out[0]));
-            kernel_tables[k]->put_key(kv_k_tile(&c.view, 1, 1, bad), KV_F32, c.k + bad * 64, 64, bad % KV_BLOCK);
+            kernel_tables[k]->put_key(kv_k_tile(&c.view.main, 1, 1, bad), KV_F32, c.k + bad * 64, 64, bad % KV_BLOCK);
         }
         run(kernel_tables[k], &c, q, &first, &last, 1, 1, 0, out);
         assert_false(isnan(out[0]));
@@ -179,6 +293,7 @@ static void test_nan(void **unused)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = { cmocka_unit_test(test_attend), cmocka_unit_test(test_nan) };
+    const struct CMUnitTest tests[] = { cmocka_unit_test(test_attend), cmocka_unit_test(test_sealed), cmocka_unit_test(test_bytes),
+                                        cmocka_unit_test(test_rotate), cmocka_unit_test(test_nan) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

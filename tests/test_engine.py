@@ -14,8 +14,10 @@ MODELS = {
 @pytest.mark.parametrize("seed, model", list(enumerate(MODELS)))
 def test_random_operations(tool, mkfix, seed, model):
     path = mkfix("rand", *MODELS[model])
-    settings = itertools.cycle([("paged", 32, "f16", 512, 2), ("paged", 64, "f32", 7, 3), ("contiguous", 32, "f16", 32, 1)])
-    for i, (layout, page, kind, chunk, threads) in zip(range(6), itertools.islice(settings, seed, None)):
+    layouts, chunks = itertools.cycle([("paged", 32), ("paged", 64), ("contiguous", 32), ("paged", 96)]), itertools.cycle([512, 7, 32, 1, 40])
+    for i, kind in enumerate(["f32", "f16", "bf16", "fp8", "int8", "int4"]):
+        layout, page = next(itertools.islice(layouts, seed, None))
+        chunk, threads = next(chunks), 1 + i % 3
         r = tool("engine", path, *map(str, (seed * 10 + i, 60, layout, page, kind, chunk, threads)))
         assert r.rc == 0, r.err
         assert int(r.text.split()[0]) > 60

@@ -31,7 +31,7 @@ static void test_addresses(void **unused)
     assert_non_null(base);
     memset(base, 0, 3 * page);
     int32_t pages[3] = { 2, 0, 1 };
-    struct kv_view v = { &shape, base, pages };
+    struct kv_slots v = { &shape, base, pages };
     for (int64_t pos = 0; pos < 192; pos += KV_BLOCK)
         for (int layer = 0; layer < 2; layer++)
             for (int head = 0; head < 3; head++) {
