@@ -235,7 +235,7 @@ static bool run_lines(struct bytes *out, const struct model *m, int64_t ctx, uin
 
 bool inspect_run(struct bytes *out, const struct model *m, const struct engine_options *o, bool json, struct error *e)
 {
-    struct estimate s[4];
+    struct estimate s[KV_TYPES + 1];
     struct engine_options asked = *o;
     uint64_t available = memory_available();
     int n = 0;
