@@ -327,13 +327,25 @@ static bool prepare(struct program *p, struct error *e)
     return sampler_open(&p->sampler, &o->sampling, p->model->n_vocab, e) && stream_open(&p->stream, &so, e);
 }
 
+/* Room for all the tokens that can come, so that the token loop does not allocate. */
+static bool reserve_tokens(struct program *p, int64_t limit, int64_t ctx, struct error *e)
+{
+    size_t room = (size_t)ctx - p->n_prompt + 1, most = p->n_prompt + ((size_t)limit < room ? (size_t)limit : room);
+    int32_t *data = realloc(p->tokens.data, (most + 1) * sizeof *data);
+    if (!data) return fail(e, GEN_RUN, "cannot allocate memory for %zu tokens: lower --predict or --ctx-size", most);
+    p->tokens.data = data;
+    p->tokens.cap = most + 1;
+    return true;
+}
+
 /* The decode loop. Ends with a finish reason, or with none when a signal came. */
 static bool decode(struct program *p, struct error *e)
 {
     struct result *r = &p->result;
     int64_t limit = p->o.predict < 0 ? INT64_MAX : p->o.predict, ctx = engine_ctx(p->engine);
     bool stopped = false;
-    r->finish_reason = "length";
+    if (!reserve_tokens(p, limit, ctx, e)) return false;
+    r->finish_reason = stop_now ? NULL : "length";
     for (int64_t count = 0; count < limit; count++) {
         if (stop_now) return r->finish_reason = NULL, true;
         if (count > 0) {               /* the token before this one takes the next position */
@@ -364,12 +376,12 @@ static bool generate(struct program *p, struct error *e)
     progress("prefill", 1);
     r->prefill_s = now_seconds() - start;
     if (p->o.display_prompt && !stop_now && !show_prompt_before_answer(p, e)) return false;
-    bool ok = decode(p, e) && stream_end(p->stream, e);
+    struct error later;                /* what went wrong first is what is told */
+    bool ok = decode(p, e);
+    ok = stream_end(p->stream, ok ? e : &later) && ok;
     r->decode_s = now_seconds() - start - r->prefill_s;
-    if (isatty(STDOUT_FILENO) && !p->o.json && !stream_at_line_start(p->stream) && !(!ok && e->code == GEN_OK)) {
-        struct error ignored;
-        output_write("\n", 1, ok ? e : &ignored);
-    }
+    if (isatty(STDOUT_FILENO) && !p->o.json && !stream_at_line_start(p->stream))
+        ok = output_write("\n", 1, ok ? e : &later) && ok;
     return ok;
 }
 

@@ -285,6 +285,6 @@ bool perplexity_print(struct bytes *out, const struct perplexity *p, int64_t win
                            (long long)window);
     if (ok && p->compared)
         ok = bytes_printf(out, "KL divergence %.6f mean, %.6f 99th percentile; same most likely token %.2f %%\n",
-                          p->kl_mean, p->kl_p99, 100 * p->top1_agreement);
+                          fmax(p->kl_mean, 0), fmax(p->kl_p99, 0), 100 * p->top1_agreement);
     return ok || fail(e, GEN_RUN, "cannot allocate memory for the result");
 }

