@@ -28,8 +28,8 @@ PKG_CFLAGS := $(shell pkg-config --cflags $(LIBRARIES) 2>/dev/null)
 PKG_LIBS := $(or $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null),-lpcre2-8 -ljansson -lutf8proc -lnettle)
 CMOCKA_LIBS := $(or $(shell pkg-config --libs cmocka 2>/dev/null),-lcmocka)
 
-COMPILE = $(CC) $(CPPFLAGS) $(CFLAGS) $(SPEED) $(MODE.$(config)) $(REQUIRED) $(ISA) $(PKG_CFLAGS) -I. -MMD -MP -c -o $@ $<
-FLAGS = $(CC) $(CPPFLAGS) $(CFLAGS) $(MODE.$(config)) $(REQUIRED) $(AVX2) $(AVX512) $(LDFLAGS)
+COMPILE = $(CC) $(CPPFLAGS) $(CFLAGS) $(SPEED) $(MODE.$(config)) $(REQUIRED) $(ISA) $(LESS) $(PKG_CFLAGS) -I. -MMD -MP -c -o $@ $<
+FLAGS = $(CC) $(CPPFLAGS) $(CFLAGS) $(MODE.$(config)) $(REQUIRED) $(AVX2) $(AVX512) $(LESS.$(config)) $(LDFLAGS)
 LINK = $(CC) $(CFLAGS) $(MODE.$(config)) -pthread $(LDFLAGS) -o $@ $(filter %.o %.a,$^)
 LIBS = $(PKG_LIBS) $(LDLIBS) -lm
 
@@ -37,6 +37,10 @@ LIBS = $(PKG_LIBS) $(LDLIBS) -lm
 AVX2 := -mavx2 -mfma -mf16c
 AVX512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512
 $(B)/kernels%.o: SPEED := -O3
+# Two checks that double the time to compile the kernels, and whose faults the address sanitizer finds as well.
+LESS.sanitize := -fno-sanitize=null,object-size
+LESS.fuzz := $(LESS.sanitize)
+$(B)/kernels%.o: LESS := $(LESS.$(config))
 $(B)/kernels_avx2.o: ISA := $(AVX2)
 $(B)/kernels_avxvnni.o: ISA := $(AVX2) -mavxvnni
 $(B)/kernels_avx512.o: ISA := $(AVX2) $(AVX512)
@@ -45,6 +49,8 @@ $(B)/kernels_avx512.o: ISA := $(AVX2) $(AVX512)
 
 OBJECTS := $(patsubst %.c,$(B)/%.o,$(wildcard *.c))
 LIBRARY := $(B)/libgen.a
+# What reads files and texts, and so what fuzz targets need: all but the kernels, which take a minute with the sanitizers.
+READERS := $(B)/libreaders.a
 # A test program has cmocka, a tool serves the Python tests, a fuzz target has libFuzzer's entry point and elsewhere than in
 # config=fuzz is driven by tests/fuzz_main.c.
 TESTS := $(patsubst %.c,$(B)/%,$(wildcard tests/test_*.c))
@@ -138,6 +144,8 @@ $(PROGRAM): $(B)/gen.o $(LIBRARY)
 	@$(LINK) $(LIBS)
 
 $(LIBRARY): $(filter-out $(B)/gen.o,$(OBJECTS))
+$(READERS): $(filter-out $(B)/gen.o $(B)/kernels%,$(OBJECTS))
+$(LIBRARY) $(READERS):
 	@rm -f $@
 	@$(AR) rcs $@ $^
 
@@ -152,7 +160,7 @@ $(TESTS): $(B)/%: $(B)/%.o $(LIBRARY)
 $(TOOLS): $(B)/%: $(B)/%.o $(LIBRARY)
 	@$(LINK) $(LIBS)
 
-$(FUZZERS): $(B)/%: $(B)/%.o $(LIBRARY)
+$(FUZZERS): $(B)/%: $(B)/%.o $(READERS)
 	@$(LINK) $(if $(filter fuzz,$(config)),-fsanitize=fuzzer) $(LIBS)
 
 $(if $(filter fuzz,$(config)),,$(FUZZERS): $(B)/tests/fuzz_main.o)

@@ -113,11 +113,13 @@ def test_common_code_is_plain_x86_64():
 
 
 def test_install(tmp_path, gen):
-    r = sh("make", f"config={CONFIG}", "install", f"DESTDIR={tmp_path}/a b", "PREFIX=/usr")
+    built = str(GEN.relative_to(ROOT))
+    make = ["make", "-o", built, f"config={CONFIG}", f"DESTDIR={tmp_path}/a b", "PREFIX=/usr"]      # -o: as it is now
+    r = sh(*make, "install")
     assert r.returncode == 0, r.stderr
     installed = tmp_path / "a b/usr/bin/gen"
     assert installed.read_bytes() == GEN.read_bytes() and os.access(installed, os.X_OK)
-    r = sh("make", f"config={CONFIG}", "uninstall", f"DESTDIR={tmp_path}/a b", "PREFIX=/usr")
+    r = sh(*make, "uninstall")
     assert r.returncode == 0 and not installed.exists()
 
 

@@ -28,5 +28,5 @@ def test_c(name):
 def test_fuzz(name, tmp_path):
     program = ROOT / "build" / "sanitize" / "tests" / name
     assert program.exists(), f"{program} is not there: make config=sanitize fuzzers builds it"
-    r = run_program([program, "20000", "1", *fuzz_seeds.write(tmp_path / "seeds")], timeout=240, cwd=tmp_path)
-    assert r.rc == 0 and "20000 inputs" in r.text, r.err[-8000:]
+    r = run_program([program, "50000", "1", *fuzz_seeds.write(tmp_path / "seeds")], timeout=240, cwd=tmp_path)
+    assert r.rc == 0 and "50000 inputs" in r.text, r.err[-8000:]
