@@ -144,8 +144,8 @@ static struct work work_of(const struct model *m, const struct engine_options *e
         *(l->local ? &w.local : &w.global) += 1;
     }
     add_matrix(&w, &m->out, &w.head);
-    double key = m->head_k * (double)kv_type_bytes(eo->type_k), value = m->head_v * (double)kv_type_bytes(eo->type_v);
-    w.cell = m->n_kv * (key + value);
+    struct kv_shape one_layer = { 1, m->n_kv, m->head_k, m->head_v, eo->type_k, eo->type_v, KV_BLOCK };
+    w.cell = kv_token_bytes(&one_layer);
     return w;
 }
 
