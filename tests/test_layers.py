@@ -4,16 +4,18 @@ import re
 import pytest
 from conftest import ROOT
 
-# Which project headers a unit (NAME.c and NAME.h together) may include beside its own and base.h, which all may.
+# Which project headers a unit (NAME.h, NAME.c, NAME_*.c and so on together) may include beside its own and base.h, which
+# all may.
 MAY_INCLUDE = {
     # the program
-    "gen": "engine batch chat measure model sampler tokenizer gguf inspect lookup memory options output probe usage",
+    "gen": "engine batch bench chat measure model sampler tokenizer gguf inspect lookup memory options output probe usage",
     "usage": "options",
     "output": "options tokenizer",
     "options": "sampler",
     # what it does
     "inspect": "engine gguf batch json memory output",
-    "measure": "engine lookup probe tokenizer json",
+    "measure": "engine tokenizer json",
+    "bench": "engine json memory probe quant",
     "batch": "engine kvcache chat sampler tokenizer json",
     "chat": "engine jinja sampler tokenizer",
     "engine": "model kvcache kvstore backend lookup",
@@ -40,12 +42,12 @@ MAY_INCLUDE = {
     "kvstore": "kvcache",
     "comm": "",
 }
-# The files that are compiled once per instruction set are one unit: kernels.h, kernels_avx2.c, kernels.inc and these.
+# These are parts of the unit kernels, as is everything that is compiled once per instruction set.
 KERNELS = {"vector.h", "layer.inc", "matmul.inc", "processor.h"}
 
 
 def unit(path):
-    return "kernels" if path.name.startswith("kernels") or path.name in KERNELS else path.stem
+    return "kernels" if path.name in KERNELS else path.stem.split("_")[0]
 
 
 def includes(path):
