@@ -81,8 +81,8 @@ static const struct family families[] = {
       .stages = { "[\\p{P}$+<=>^~|`]++", GPT2, "[0-9]{3}" } },
     { .names = "deepseek-llm",
       .stages = { "[\\r\\n]", "[" WS "]?+[" CASED "]++",
-                  "[" WS "]?+[!-/:-~\\x{FF01}-\\x{FF0F}\\x{FF1A}-\\x{FF5E}\\x{2018}-\\x{201F}\\x{3000}-\\x{3002}]++",
-                  "[" WS "]++\\z", CJK, "\\p{N}++" } },
+                  "[" WS "]?[!-/:-~\\x{FF01}-\\x{FF0F}\\x{FF1A}-\\x{FF5E}\\x{2018}-\\x{201F}\\x{3000}-\\x{3002}]++",
+                  "(?<![" WS "])[" WS "]++\\z", CJK, "\\p{N}++" } },
     { .names = "deepseek-coder",
       .stages = { "[\\r\\n]", "[" WS "]?+\\p{L}++", "[" WS "]?+\\p{P}++", CJK, "\\p{N}" } },
 };

@@ -59,7 +59,7 @@ struct tokenizer {
     uint8_t letter_size[256];
 
     /* SentencePiece */
-    int unknown;                                       /* the token of a character that has none, not even bytes; or -1 */
+    int unknown;                                       /* for a character that has no token, not even bytes; or -1 */
     bool prefix_space;                                 /* text begins with a space that the user did not write */
     const uint8_t *scores;                             /* [n] packed floats */
     bool joined_to_space[256];                         /* some token has a space behind a character that ends so */
@@ -396,7 +396,7 @@ static bool read_merges(struct tokenizer *t, const struct gguf *g, struct error 
     int n = 0;
     for (uint32_t rank = 1; ok && rank <= v->count; rank++) {
         struct gguf_str s = gguf_next_str(&at);
-        const char *space = s.len > 2 ? memchr(s.ptr + 1, ' ', s.len - 1) : NULL;
+        const char *space = s.len > 2 ? memchr(s.ptr + 1, ' ', s.len - 2) : NULL;
         if (!space) {
             ok = fail(e, GEN_MODEL, "tokenizer.ggml.merges[%u] in the model file is not two texts with a space between",
                       rank - 1);
@@ -734,8 +734,8 @@ static bool reserve_word(struct job *j, size_t n)
     return true;
 }
 
-/* Adds the token of what merging left. Characters without a token are written as bytes; where there is no token for a byte
- * either, byte-level BPE drops it and SentencePiece has one for unknown characters. */
+/* Adds the token of what merging left. Characters without a token are written as bytes; where there is no token for a
+ * byte either, byte-level BPE drops it and SentencePiece has one for unknown characters. */
 static bool add_symbol(struct job *j, const char *text, size_t n, int32_t id)
 {
     const struct tokenizer *t = j->t;

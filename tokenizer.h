@@ -27,6 +27,9 @@ struct span { const char *ptr; size_t len; bool trusted; };
 
 /* Appends the ids of the spans' text. add_bos: put the start token first where the model wants one and the text does not
  * begin with it already. The text may hold any bytes, NUL and broken UTF-8 included. Time is linear in the text.
+ * The pieces of the ids, joined, are the text byte by byte, except that a byte-level vocabulary may lack some bytes, which
+ * are dropped (SmolLM2 lacks six control characters), that U+2581 means a space to SentencePiece, and that its text may
+ * begin with a space more (struct detok takes that off).
  * Thread-safe for one tokenizer. Errors: GEN_RUN (memory). */
 bool tokenizer_encode(const struct tokenizer *t, const struct span *spans, size_t n, bool add_bos,
                       struct ids *out, struct error *e);

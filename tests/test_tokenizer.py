@@ -9,9 +9,10 @@ import time
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAYON_NUM_THREADS"] = "1"
 
-import gguf
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from conftest import ROOT, SANITIZED
 
 HERE = pathlib.Path(__file__).parent
 
@@ -80,8 +81,8 @@ def decode(tool, model, lists):
 
 
 def random_texts(seed, count, lookalikes=()):
-    """Text of all kinds: letters, digits, runs of white space, CJK, emoji, combining marks, any assigned code point, and
-    what looks like special tokens."""
+    """Text of all kinds: letters, digits, runs of white space, CJK, emoji, combining marks, any assigned code point,
+    look-alikes of special tokens."""
     rng = random.Random(seed)
     runs = [line.split() for line in (HERE / "golden/unicode14.txt").read_text().splitlines()[1:]]
     assigned = [c for first, last in runs for c in range(int(first, 16), int(last, 16) + 1)]
@@ -95,6 +96,7 @@ def random_texts(seed, count, lookalikes=()):
         any_of("\t"),
         any_of(" \n\r\t\v\f\u00a0\u0085\u2003\u2028\u3000\u180e\u200b\ufeff"), lambda: " " * rng.randint(1, 40),
         lambda: "\n" * rng.randint(1, 35), any_of("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"), any_of("—…“”«»¿¡。、！？·※→∑≈©®™"),
+        any_of("/\n!;. "),
         spread(0x4E00, 0x9FFF), spread(0x3041, 0x30FE), spread(0xAC00, 0xD7A3), spread(0x1F300, 0x1F64F),
         lambda: rng.choice("aeonAEO漢字") + "".join(chr(rng.randint(0x300, 0x36F)) for _ in range(rng.randint(1, 4))),
         lambda: rng.choice(["👍🏽", "👨‍👩‍👧", "🏳️‍🌈", "🇩🇪", "☃️", "1️⃣"]), lambda: "\0" * rng.randint(1, 2),
@@ -229,18 +231,76 @@ def test_gemma3(tool, gemma3, gemma3_reference):
 
 
 @pytest.mark.parametrize("pre", PATTERNS)
-def test_patterns(tool, smollm2_vocabulary, tmp_path, pre):
-    """Each family's words, shown by the ids of one vocabulary cut by its patterns."""
-    v = smollm2_vocabulary
-    writer = gguf.GGUFWriter(tmp_path / "vocabulary.gguf", "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(v.tokens)
-    writer.add_token_types(v.types)
-    writer.add_token_merges(v.merges)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    texts = random_texts(4, 3000)
-    got = encode(tool, tmp_path / "vocabulary.gguf", texts)
-    assert not differences(texts, got, ids_of(byte_level(v, pre), texts))
+def test_patterns(tool, pre):
+    """Each family's words."""
+    texts = random_texts(4, 4000)
+    r = tool("tokenize", pre, "words", stdin=records([x.encode() for x in texts]))
+    assert r.rc == 0, r.err
+    cut = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(x), "isolated") for x in PATTERNS[pre]])
+    lines = r.text.split("\n")[:-1]
+    theirs = [[len(word.encode()) for word, place in cut.pre_tokenize_str(x)] for x in texts]
+    assert not differences(texts, [[int(x) for x in line.split()] for line in lines], theirs)
+
+
+def test_broken_text(tool, gemma3, data):
+    """Random bytes come back, shown the way Python shows broken UTF-8: one U+FFFD for each piece of a character."""
+    rng = random.Random(5)
+    alphabet = [bytes([b]) for b in range(256)] + [x.encode() for x in ("é", "漢", "👍", " the")] + [b"\xf0\x9f", b"\xe2"]
+    texts = [b"".join(rng.choices(alphabet, k=rng.randint(0, 60))) for _ in range(2000)]
+    expected = [x.decode("utf-8", "replace").encode() for x in texts]
+    for model in gemma3, data / "tokenizers/ggml-vocab-gpt-2.gguf", data / "tokenizers/ggml-vocab-llama-bpe.gguf":
+        back = decode(tool, model, encode(tool, model, texts))
+        wanted = [x.replace("▁".encode(), b" ") for x in expected] if model == gemma3 else expected
+        assert not differences(texts, back, wanted), model
+
+
+def seconds(tool, model, path, times=3):
+    """Processor time to encode a file, least of some."""
+    lines = tool("tokenize", model, "time", *[path] * times, timeout=240).text.splitlines()
+    return min(float(line.split()[0]) for line in lines)
+
+
+def natural_text(size):
+    """Sources and texts of this repository over and over."""
+    text = "".join(p.read_text() for p in sorted([*ROOT.glob("*.[ch]"), *ROOT.glob("*.md"), *HERE.glob("*.[ch]")]))
+    return (text * (size // len(text) + 1))[:size]
+
+
+@pytest.mark.skipif(SANITIZED, reason="speed of a sanitizers' build means nothing")
+def test_speed(tool, smollm2, smollm2_vocabulary, gemma3, gemma3_reference, tmp_path):
+    """Never slower than the second implementation in the same run, both on one thread."""
+    rng = random.Random(6)
+    texts = {"natural": natural_text(1 << 18), "word": "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=1 << 19))}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        for model, reference in (smollm2, byte_level(smollm2_vocabulary, "smollm")), (gemma3, gemma3_reference):
+            start = time.process_time()
+            ids = reference.encode(text, add_special_tokens=False).ids
+            theirs = time.process_time() - start
+            ours = seconds(tool, model, tmp_path / name)
+            size = len(text.encode()) / 1e6
+            print(f"{model.name}, {name}: {size / ours:.1f} MB/s, tokenizers {size / theirs:.1f} MB/s")
+            assert ours <= theirs
+            assert encode(tool, model, [text]) == [ids]
+
+
+@pytest.mark.skipif(SANITIZED, reason="speed of a sanitizers' build means nothing")
+@pytest.mark.parametrize("size", [10, pytest.param(50, marks=pytest.mark.long)])
+def test_linear(tool, smollm2, gemma3, tmp_path, size):
+    """Time grows as the text does: for natural text, for text without spaces, for white space."""
+    kinds = {"natural": natural_text(1 << 20), "one word": "漢字かな交じり文" * 40000, "white space": " \n" * (1 << 19)}
+    for name, text in kinds.items():
+        (tmp_path / "1").write_text(text)
+        (tmp_path / "n").write_text(text * size)
+        for model in smollm2, gemma3:
+            one, many = seconds(tool, model, tmp_path / "1"), seconds(tool, model, tmp_path / "n", 1)
+            print(f"{model.name}, {name}: {one:.3f} s, {size} times as much {many:.3f} s")
+            assert many <= 3 * size * one + 0.1        # caches and a logarithm count, too
+
+
+@pytest.mark.skipif(SANITIZED, reason="speed of a sanitizers' build means nothing")
+def test_opening(tool, smollm2, gemma3):
+    for model, limit in (smollm2, 0.02), (gemma3, 0.05):
+        taken = float(tool("tokenize", model, "open", "10").text)
+        print(f"{model.name}: {1000 * taken:.1f} ms")
+        assert taken < limit

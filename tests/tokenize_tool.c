@@ -3,6 +3,7 @@
  *     tokenize_tool MODEL encode|trusted|bos     stdin: records {u32 n, n bytes}; stdout: one line of ids for each.
  *                                                trusted: control tokens count; bos: the same, with the start token
  *     tokenize_tool MODEL decode                 stdin: records {u32 n, n i32 ids}; stdout: records {u32 n, n bytes}
+ *     tokenize_tool PRE words                    stdin as for encode; stdout: one line for each, the bytes of its words
  *     tokenize_tool MODEL time FILE...           one line for each: processor seconds, bytes, ids of encoding the file
  *     tokenize_tool MODEL open N                 processor seconds that opening takes, least of N */
 #include <stdio.h>
@@ -10,6 +11,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "pretokenizer.h"
 #include "tokenizer.h"
 
 static struct error e;
@@ -49,6 +51,24 @@ static int encode_all(const struct tokenizer *t, bool trusted, bool add_bos)
     }
     bytes_free(&text);
     ids_free(&ids);
+    return 0;
+}
+
+static bool print_length(void *unused, const char *word, size_t n)
+{
+    (void)unused, (void)word;
+    return printf("%zu ", n) > 0;
+}
+
+static int print_words(const char *pre)
+{
+    struct pretokenizer *p;
+    struct bytes text = { 0 };
+    if (!pretokenizer_open(&p, pre, strlen(pre), &e)) return stop();
+    for (uint32_t n; read_record(&text, &n, 1); putchar('\n'))
+        if (!pretokenizer_split(p, text.data, n, print_length, NULL, &e)) return stop();
+    pretokenizer_close(p);
+    bytes_free(&text);
     return 0;
 }
 
@@ -111,6 +131,7 @@ int main(int argc, char **argv)
     struct tokenizer *t;
     char note[200];
     if (argc < 3) return 2;
+    if (!strcmp(argv[2], "words")) return print_words(argv[1]);
     if (!gguf_open(&g, argv[1], true, &e) || !tokenizer_open(&t, g, note, &e)) return stop();
     if (note[0]) fprintf(stderr, "%s\n", note);
     int rc = 2;

@@ -49,7 +49,7 @@ static inline void add_array(struct file *f, const char *key, enum gguf_type ite
     put(f, b->data, b->len);
 }
 
-/* Opens the file and frees what was added to it. NULL when gguf.c refuses it. */
+/* Opens the file and empties *f. NULL when gguf.c refuses it. */
 static inline struct gguf *open_file(struct file *f)
 {
     struct file whole = { 0 };
@@ -68,6 +68,7 @@ static inline struct gguf *open_file(struct file *f)
     close(fd);
     bytes_free(&whole.values);
     bytes_free(&f->values);
+    f->n_values = 0;
     return g;
 }
 
