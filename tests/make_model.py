@@ -148,8 +148,9 @@ def random_model(path, arch="llama", weight="F32", out_weight=None, heads=4, kv_
     w.matrix("token_embd.weight", w.n_vocab, embd, out_weight, gain=2.5)
     w.vector("output_norm.weight", embd)
     if copy_embd:
-        w.random.bit_generator.state = start
+        after, w.random.bit_generator.state = w.random.bit_generator.state, start
         w.matrix("output.weight", w.n_vocab, embd, out_weight, gain=2.5)
+        w.random.bit_generator.state = after
     elif not tied:
         w.matrix("output.weight", w.n_vocab, embd, out_weight, gain=2.5)
     # What the layers add outweighs the embedding many times, or a tied output would just name the last token again.

@@ -27,7 +27,6 @@ Facts about the architectures, each read in llama.cpp's sources (src/models/NAME
     scaling  linear: positions divided by the factor. No type means linear. yarn: per pair a mix of the divided and the plain
              frequency, cos and sin times 1 + 0.1 ln(factor), and times attn_factor.
 """
-import functools
 import math
 import struct
 
@@ -73,6 +72,7 @@ class Oracle:
     def __init__(self, path, dtype=np.float64, ctx=0, int8=False, kv="f32", rope_base=0.0, rope_scale=0.0):
         self.reader = gguf.GGUFReader(path)
         self.tensors = {t.name: t for t in self.reader.tensors}
+        self.floats = {}
         self.dtype, self.int8, self.kv = dtype, int8, kv
         self.arch = self.reader.fields["general.architecture"].contents()
         assert self.arch in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"), self.arch
@@ -165,11 +165,12 @@ class Oracle:
 
     # ---- tensors ------------------------------------------------------------------------------------------------------
 
-    @functools.lru_cache(maxsize=None)
     def weight(self, name):
         """The tensor as floats, [rows][columns]; None where the file has none."""
-        t = self.tensors.get(name)
-        return None if t is None else gguf.dequantize(t.data, t.tensor_type).astype(self.dtype, copy=False)
+        if name not in self.floats and name in self.tensors:
+            t = self.tensors[name]
+            self.floats[name] = gguf.dequantize(t.data, t.tensor_type).astype(self.dtype, copy=False)
+        return self.floats.get(name)
 
     vector = weight
 
