@@ -1,5 +1,6 @@
 /* gen.c - the program: what a run is asked to do, signals, exit codes. */
 #define _GNU_SOURCE                    /* memrchr */
+#include "answer.h"
 #include "batch.h"
 #include "bench.h"
 #include "engine.h"
@@ -327,42 +328,22 @@ static bool prepare(struct program *p, struct error *e)
     return sampler_open(&p->sampler, &o->sampling, p->model->n_vocab, e) && stream_open(&p->stream, &so, e);
 }
 
-/* Room for all the tokens that can come, so that the token loop does not allocate. */
-static bool reserve_tokens(struct program *p, int64_t limit, int64_t ctx, struct error *e)
+/* Takes a token of the answer. */
+static bool take(void *user, int32_t id, size_t index, const float *logits, bool *stopped, struct error *e)
 {
-    size_t room = (size_t)ctx - p->n_prompt + 1, most = p->n_prompt + ((size_t)limit < room ? (size_t)limit : room);
-    int32_t *data = realloc(p->tokens.data, (most + 1) * sizeof *data);
-    if (!data) return fail(e, GEN_RUN, "cannot allocate memory for %zu tokens: lower --predict or --ctx-size", most);
-    p->tokens.data = data;
-    p->tokens.cap = most + 1;
-    return true;
+    struct program *p = user;
+    return (p->o.logprobs < 0 || keep_logprobs(p, logits, id, index, e)) && stream_add(p->stream, id, stopped, e);
 }
 
-/* The decode loop. Ends with a finish reason, or with none when a signal came. */
 static bool decode(struct program *p, struct error *e)
 {
-    struct result *r = &p->result;
-    int64_t limit = p->o.predict < 0 ? INT64_MAX : p->o.predict, ctx = engine_ctx(p->engine);
-    bool stopped = false;
-    if (!reserve_tokens(p, limit, ctx, e)) return false;
-    r->finish_reason = stop_now ? NULL : "length";
-    for (int64_t count = 0; count < limit; count++) {
-        if (stop_now) return r->finish_reason = NULL, true;
-        if (count > 0) {               /* the token before this one takes the next position */
-            if ((int64_t)p->tokens.len > ctx) return r->finish_reason = "context", true;
-            if (!engine_step(p->engine, &p->sequence, &p->tokens.data[p->tokens.len - 1], 1, e)) return false;
-            p->steps++;
-        }
-        const float *logits = sequence_logits(p->sequence);
-        int32_t id = sampler_pick(p->sampler, logits, p->tokens.len, p->tokens.data, p->tokens.len, e);
-        if (id < 0) return false;
-        if (!p->o.ignore_eos && tokenizer_is_end(p->tokenizer, id)) return r->finish_reason = "stop", true;
-        if (p->o.logprobs >= 0 && !keep_logprobs(p, logits, id, (size_t)count, e)) return false;
-        if (!ids_add(&p->tokens, id)) return fail(e, GEN_RUN, "cannot allocate memory for the generated tokens");
-        if (!stream_add(p->stream, id, &stopped, e)) return false;
-        if (stopped) return r->finish_reason = "stop", true;
-    }
-    return true;
+    struct answer a = { .sequence = p->sequence, .engine = p->engine, .sampler = p->sampler, .tokenizer = p->tokenizer,
+                        .limit = p->o.predict, .ignore_end = p->o.ignore_eos, .stop = &stop_now, .take = take,
+                        .user = p };
+    bool ok = answer_reserve(&a, &p->tokens, e) && answer_run(&a, &p->tokens, e);
+    p->result.finish_reason = a.finish_reason;
+    p->steps = a.steps;
+    return ok;
 }
 
 /* Computes the prompt, then the answer; both are timed. */

@@ -8,11 +8,12 @@ from conftest import ROOT
 # all may.
 MAY_INCLUDE = {
     # the program
-    "gen": "engine batch bench chat measure model sampler tokenizer gguf inspect lookup memory options output probe usage",
+    "gen": "answer engine batch bench chat measure model sampler tokenizer gguf inspect lookup memory options output probe usage",
     "usage": "options",
     "output": "options tokenizer",
     "options": "sampler",
     # what it does
+    "answer": "engine sampler tokenizer",
     "inspect": "engine gguf batch json memory output",
     "measure": "engine tokenizer json",
     "bench": "engine json memory probe quant",

@@ -1,0 +1,32 @@
+/* answer.h - one answer: the loop from logits to tokens. */
+#ifndef ANSWER_H
+#define ANSWER_H
+
+#include "engine.h"
+#include "sampler.h"
+#include "tokenizer.h"
+
+struct answer {
+    struct sequence *sequence;
+    struct engine *engine;             /* the sequence's */
+    struct sampler *sampler;
+    const struct tokenizer *tokenizer;
+    int64_t limit;                     /* tokens at most; negative = no limit */
+    bool ignore_end;                   /* go on past the tokens that end a text */
+    const volatile int *stop;          /* non-zero ends the answer; may be NULL */
+    /* Takes the index-th token of the answer, with the logits that it was chosen by; *stopped = true ends the answer
+     * with it. false ends the run (the error is the callee's). */
+    bool (*take)(void *user, int32_t id, size_t index, const float *logits, bool *stopped, struct error *e);
+    void *user;
+    /* results */
+    const char *finish_reason;         /* "stop", "length", "context"; NULL = interrupted */
+    int64_t steps;                     /* tokens that were computed */
+};
+
+/* Goes on from the sequence's logits and adds the tokens to `tokens`, which hold the sequence's; a token that ends the text
+ * is not added. Does not allocate but where tokens->cap is passed. Errors: GEN_RUN, and those of `take`. */
+bool answer_run(struct answer *a, struct ids *tokens, struct error *e);
+/* Makes room for all the tokens that can come, so that the loop does not allocate. Errors: GEN_RUN for memory. */
+bool answer_reserve(const struct answer *a, struct ids *tokens, struct error *e);
+
+#endif
