@@ -23,9 +23,9 @@ endif
 
 # Every number depends on -ffp-contract=off: sums are the same whatever the compiler would like to fuse.
 REQUIRED := -std=gnu11 -ffp-contract=off -pthread -Wall -Wextra
-LIBRARIES := libpcre2-8 jansson libutf8proc nettle
+LIBRARIES := libpcre2-8 jansson libutf8proc nettle libedit
 PKG_CFLAGS := $(shell pkg-config --cflags $(LIBRARIES) 2>/dev/null)
-PKG_LIBS := $(or $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null),-lpcre2-8 -ljansson -lutf8proc -lnettle)
+PKG_LIBS := $(or $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null),-lpcre2-8 -ljansson -lutf8proc -lnettle -ledit)
 CMOCKA_LIBS := $(or $(shell pkg-config --libs cmocka 2>/dev/null),-lcmocka)
 
 COMPILE = $(CC) $(CPPFLAGS) $(CFLAGS) $(SPEED) $(MODE.$(config)) $(REQUIRED) $(ISA) $(LESS) $(PKG_CFLAGS) -I. -MMD -MP -c -o $@ $<

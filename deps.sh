@@ -26,7 +26,8 @@ for task in "$@"; do
         library libpcre2-8 pcre2.h libpcre2-dev
         library jansson jansson.h libjansson-dev
         library libutf8proc utf8proc.h libutf8proc-dev
-        library nettle nettle/sha2.h nettle-dev ;;
+        library nettle nettle/sha2.h nettle-dev
+        library libedit histedit.h libedit-dev ;;
     model)
         python3 -m pip --version >/dev/null 2>&1 || python3 -c 'import ensurepip' 2>/dev/null ||
             missing="$missing python3-venv" ;;

@@ -148,7 +148,7 @@ def machine(tmp_path):
     return run
 
 
-NEEDED = "gcc libc6-dev libjansson-dev libpcre2-dev libutf8proc-dev nettle-dev"
+NEEDED = "gcc libc6-dev libedit-dev libjansson-dev libpcre2-dev libutf8proc-dev nettle-dev"
 
 
 def test_deps_as_root_installs_what_is_missing(machine):
@@ -164,7 +164,7 @@ def test_deps_as_root_installs_what_is_missing(machine):
 def test_deps_as_user_prints_the_line_to_run(machine):
     r, log = machine(1000, True, "build", "model", "test")
     assert r.returncode != 0 and log == ""
-    assert "sudo apt-get install -y gcc libc6-dev libcmocka-dev libjansson-dev" in r.stderr.replace("sudo apt-get update && ", "")
+    assert "sudo apt-get install -y gcc libc6-dev libcmocka-dev libedit-dev libjansson-dev" in r.stderr.replace("sudo apt-get update && ", "")
     assert "python3-venv" in r.stderr and len(r.stderr.splitlines()) == 2
 
 

@@ -14,11 +14,12 @@ MAY_INCLUDE = {
     "options": "sampler",
     # what it does
     "answer": "engine sampler tokenizer",
+    "line": "utf8",
     "inspect": "engine gguf batch json memory output",
     "measure": "engine tokenizer json",
     "bench": "engine json memory probe quant",
     "batch": "engine kvcache chat sampler tokenizer json",
-    "chat": "engine jinja sampler tokenizer",
+    "chat": "answer engine gguf jinja json line options output sampler tokenizer",
     "engine": "model kvcache kvstore backend lookup",
     # its parts
     "jinja": "",
