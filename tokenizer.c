@@ -338,14 +338,16 @@ struct pending {                                       /* a merge on its way int
     size_t size[3];
     uint64_t hash[3];
     int32_t id[3];
+    size_t joined_at;                                  /* where text[2] is in the block's buffer */
     uint32_t rank;
 };
 
 /* Enters n merges. Nearly all of the time would be spent waiting for memory, so each step is taken for all n before the
- * next, and asks for what the next will read. */
-static bool add_merges(struct tokenizer *t, struct pending *block, int n)
+ * next, and asks for what the next will read. False: they collide. */
+static bool add_merges(struct tokenizer *t, struct pending *block, int n, const char *joined)
 {
     uint32_t mask = ((uint32_t)1 << t->merge_bits) - 1;
+    for (int k = 0; k < n; k++) block[k].text[2] = joined + block[k].joined_at;
     for (int k = 0; k < n; k++)
         for (int i = 0; i < 3; i++) {
             block[k].hash[i] = hash_bytes(block[k].text[i], block[k].size[i]);
@@ -388,8 +390,8 @@ static bool read_merges(struct tokenizer *t, const struct gguf *g, struct error 
                     (unsigned long long)v->count, MAX_MERGES);
     t->merge_bits = table_bits(v->count);
     t->merges = alloc_zeroed((size_t)1 << t->merge_bits, sizeof *t->merges, "the merges", e);
-    char *joined = t->merges ? alloc_zeroed(BLOCK, t->longest, "the merges", e) : NULL;
-    if (!joined) return false;
+    if (!t->merges) return false;
+    struct bytes joined = { 0 };
     struct pending block[BLOCK];
     const uint8_t *at = v->data;
     bool ok = true;
@@ -404,17 +406,20 @@ static bool read_merges(struct tokenizer *t, const struct gguf *g, struct error 
         }
         size_t left = (size_t)(space - s.ptr), right = s.len - left - 1;
         if (left + right <= t->longest) {
-            char *both = joined + (size_t)n * t->longest;
-            memcpy(both, s.ptr, left);
-            memcpy(both + left, space + 1, right);
-            block[n++] = (struct pending){ { s.ptr, space + 1, both }, { left, right, left + right }, .rank = rank };
+            block[n++] = (struct pending){ .text = { s.ptr, space + 1 }, .size = { left, right, left + right },
+                                           .joined_at = joined.len, .rank = rank };
+            if (!bytes_add(&joined, s.ptr, left) || !bytes_add(&joined, space + 1, right)) {
+                ok = fail(e, GEN_RUN, "cannot allocate memory for the merges");
+                break;
+            }
         }
         if (n < BLOCK && rank < v->count) continue;
-        if (!add_merges(t, block, n))
+        if (!add_merges(t, block, n, joined.data))
             ok = fail(e, GEN_MODEL, "tokenizer.ggml.merges in the model file was made to collide in hash tables");
         n = 0;
+        joined.len = 0;
     }
-    free(joined);
+    bytes_free(&joined);
     return ok;
 }
 
