@@ -1,7 +1,7 @@
 /* test_matmul.c - every table of kernels against the law of kernels.h, bit for bit, and against the dequantised weights.
  *
  * Sizes go around every constant of the kernels: rows around the tile and the strip of two tiles, columns around the strip's
- * length of 320 / tile blocks, tokens around the groups of three and four. */
+ * length of 640 / tile blocks, tokens around the groups of 3, 4 and 8 and the change of method at 4 or 16. */
 #include "kernels.h"
 
 #include <math.h>
@@ -347,19 +347,21 @@ static void check_product(const struct kernels *k, enum tensor_type type, int ro
 static void check_sizes(const struct kernels *k, enum tensor_type type)
 {
     int tile = k->tile, block = type_info(type)->block, unit = block == 1 ? 1 : block;
-    int strip = block == 1 ? tile : 320 / tile * 32 / unit;      /* units in a strip; lanes for plain types */
+    int strip = block == 1 ? tile : 640 / tile * 32 / unit;      /* units in a strip; lanes for plain types */
     if (strip < 1) strip = 1;
     int rows[] = { 1, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile, 2 * tile + 1, 4 * tile + 1, 7, 8, 9, 17 };
     int units[] = { 1, 2, 3, strip - 1, strip, strip + 1, 2 * strip + 1 };
-    int tokens[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 17 };
+    int tokens[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 18, 19, 20, 33 };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         check_product(k, type, rows[i], 2 * unit, 1);
         check_product(k, type, rows[i], 2 * unit, 6);
+        check_product(k, type, rows[i], 2 * unit, 17);
     }
     for (size_t i = 0; i < sizeof units / sizeof *units; i++) {
         if (units[i] < 1) continue;
         check_product(k, type, tile + 1, units[i] * unit, 1);
         check_product(k, type, tile + 1, units[i] * unit, 5);
+        check_product(k, type, 2 * tile + 1, units[i] * unit, 17);
     }
     for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) check_product(k, type, 2 * tile + 3, 3 * unit, tokens[i]);
 }
