@@ -1,4 +1,5 @@
 /* base.c - errors, allocation, growable bytes and ids, the clock, SHA-256. */
+#define _GNU_SOURCE
 #include "base.h"
 
 #include <nettle/sha2.h>
@@ -6,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <utf8proc.h>
 
@@ -51,6 +53,19 @@ void *alloc_zeroed(size_t n, size_t size, const char *what, struct error *e)
         return NULL;
     }
     return memset(p, 0, padded ? padded : 64);
+}
+
+void *reserve_bytes(size_t bytes, const char *what, struct error *e)
+{
+    void *p = mmap(NULL, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p != MAP_FAILED) return p;
+    fail(e, GEN_RUN, "cannot reserve %zu bytes for %s", bytes, what);
+    return NULL;
+}
+
+void release_bytes(void *p, size_t bytes)
+{
+    if (p) munmap(p, bytes ? bytes : 1);
 }
 
 /* The capacity that follows `cap` so that it holds at least `need` items: doubling, so that n additions cost O(n). */

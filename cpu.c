@@ -18,7 +18,6 @@ struct cpu_layer {
     struct weight qkv[3], o, gate, up, down;
     const float *attn_norm, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm, *attn_post_norm, *ffn_norm, *ffn_post_norm;
     int group, index;                  /* KV group, and layer number in that group */
-    int window;
 };
 
 /* What is kept per token of the batch between matrix products: one shared by all threads, and a private one each for
@@ -27,7 +26,8 @@ struct desk {
     float *x;                          /* [rows][n_embd] residual stream */
     float *norm;                       /* [rows][max(n_embd, n_head * head_v)] input of the next product, in floats */
     struct acts acts;                  /* the same, quantised */
-    float *cs[KV_GROUPS], *sn[KV_GROUPS];          /* [rows][rope.n / 2] */
+    float *cs[KV_GROUPS], *sn[KV_GROUPS];          /* [rows][rope.n / 2] angles of the row's position */
+    float *sink_cs, *sink_sn;                      /* [rows][rope.n / 2] of the position that it sees the sinks from */
 };
 
 enum { SPLIT_TOKENS = 16 };            /* most tokens of a batch whose attention is dealt out split by split */
@@ -63,12 +63,11 @@ struct cpu {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------- */
 
-/* Address space that costs memory only where it is touched. */
+/* Reserved memory that is used from end to end, in large pages where the system has them. */
 static void *reserve(size_t bytes, const char *what, struct error *e)
 {
-    void *p = mmap(NULL, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) return fail(e, GEN_RUN, "cannot reserve %zu bytes for %s: lower --batch-size", bytes, what), NULL;
-    madvise(p, bytes, MADV_HUGEPAGE);
+    void *p = reserve_bytes(bytes, what, e);
+    if (p) madvise(p, bytes, MADV_HUGEPAGE);
     return p;
 }
 
@@ -102,6 +101,8 @@ static void carve_desk(struct carver *c, struct desk *d, const struct model *m, 
         d->cs[g] = carve(c, rows * (m->rope_global.n / 2), sizeof(float));
         d->sn[g] = carve(c, rows * (m->rope_global.n / 2), sizeof(float));
     }
+    d->sink_cs = carve(c, rows * (m->rope_global.n / 2), sizeof(float));
+    d->sink_sn = carve(c, rows * (m->rope_global.n / 2), sizeof(float));
 }
 
 static int qkv_width(const struct model *m) { return m->n_head * m->head_k + m->n_kv * (m->head_k + m->head_v); }
@@ -297,7 +298,6 @@ static bool load_vectors(struct cpu *c, struct error *e)
         struct cpu_layer *d = &c->layers[i];
         d->group = s->local ? KV_LOCAL : KV_GLOBAL;
         d->index = in_group[d->group]++;
-        d->window = s->local ? c->m->window : 0;
         if (!load_vector(c, s->attn_norm, &d->attn_norm, e) || !load_vector(c, s->q_bias, &d->q_bias, e) ||
             !load_vector(c, s->k_bias, &d->k_bias, e) || !load_vector(c, s->v_bias, &d->v_bias, e) ||
             !load_vector(c, s->o_bias, &d->o_bias, e) || !load_vector(c, s->q_norm, &d->q_norm, e) ||
@@ -336,6 +336,15 @@ static void norm_input(struct cpu *c, struct desk *d, int r, const float *x, con
     set_input(c, d, r, n);
 }
 
+static void angles(const struct rope *p, int64_t pos, float *cs, float *sn)
+{
+    for (int i = 0; i < p->n / 2; i++) {
+        double angle = (double)pos * p->freq[i];
+        cs[i] = (float)(cos(angle) * p->scale);
+        sn[i] = (float)(sin(angle) * p->scale);
+    }
+}
+
 static void row_start(struct cpu *c, struct desk *d, int r)
 {
     const struct model *m = c->m;
@@ -344,16 +353,11 @@ static void row_start(struct cpu *c, struct desk *d, int r)
     c->k->row(&c->embd, row->token, x);
     if (m->embd_scale != 1)
         for (int i = 0; i < m->n_embd; i++) x[i] *= m->embd_scale;
-    for (int g = 0; g < KV_GROUPS; g++) {
-        const struct rope *p = g == KV_LOCAL ? &m->rope_local : &m->rope_global;
-        float *cs = d->cs[g] + (size_t)r * (p->n / 2), *sn = d->sn[g] + (size_t)r * (p->n / 2);
-        if (g == KV_LOCAL && m->window == 0) continue;
-        for (int i = 0; i < p->n / 2; i++) {
-            double angle = (double)row->pos * p->freq[i];
-            cs[i] = (float)(cos(angle) * p->scale);
-            sn[i] = (float)(sin(angle) * p->scale);
-        }
-    }
+    const struct kv_view *view = &c->batch->views[row->sequence][KV_GLOBAL];
+    size_t at = (size_t)r * (m->rope_global.n / 2);
+    angles(&m->rope_global, row->pos, d->cs[KV_GLOBAL] + at, d->sn[KV_GLOBAL] + at);
+    if (m->window) angles(&m->rope_local, row->pos, d->cs[KV_LOCAL] + at, d->sn[KV_LOCAL] + at);
+    if (view->sinks) angles(&m->rope_global, kv_sink_range(row->pos, view->sinks, view->window).query, d->sink_cs + at, d->sink_sn + at);
     norm_input(c, d, r, x, c->layers[0].attn_norm);
 }
 
@@ -384,15 +388,16 @@ static const struct kv_view *view_of(const struct cpu *c, const struct cpu_layer
     return &c->batch->views[c->batch->rows[r].sequence][l->group];
 }
 
-/* dst = query head h of row r: bias, norm, RoPE, scale, the cache's basis. */
-static void make_query(const struct cpu *c, const struct cpu_layer *l, const struct desk *d, int r, int h, float *dst)
+/* dst = query head h of row r, for the sinks or for the window: bias, norm, RoPE, scale, the cache's basis. */
+static void make_query(const struct cpu *c, const struct cpu_layer *l, const struct desk *d, int r, int h, bool sinks, float *dst)
 {
     const struct model *m = c->m;
     const float *src = c->qkv + (size_t)r * qkv_width(m) + (size_t)h * m->head_k;
     int n = m->head_k, half = m->rope_global.n / 2;
     for (int i = 0; i < n; i++) dst[i] = src[i] + (l->q_bias ? l->q_bias[h * n + i] : 0);
     if (l->q_norm) c->k->rms_norm(dst, l->q_norm, n, m->norm_eps, dst);
-    c->k->rope(dst, d->cs[l->group] + (size_t)r * half, d->sn[l->group] + (size_t)r * half, 2 * half, m->rope_order);
+    const float *cs = sinks ? d->sink_cs : d->cs[l->group], *sn = sinks ? d->sink_sn : d->sn[l->group];
+    c->k->rope(dst, cs + (size_t)r * half, sn + (size_t)r * half, 2 * half, m->rope_order);
     for (int i = 0; i < n; i++) dst[i] *= m->attn_scale;
     if (kv_sealed(view_of(c, l, r)->main.shape->type_k)) c->k->rotate(dst, n);
 }
@@ -431,7 +436,7 @@ static void seal(const struct cpu *c, const struct cpu_layer *l, int r, int h)
 }
 
 /* One thread's attention scratch, cut into its parts. */
-struct bench { float *q, *m, *l, *o, *m1, *l1, *o1, *tmp, *kernel; int64_t first[ATTEND_ROWS], last[ATTEND_ROWS]; };
+struct bench { float *q, *m, *l, *o, *m1, *l1, *o1, *tmp, *kernel; int64_t first[ATTEND_ROWS], last[ATTEND_ROWS], pos[ATTEND_ROWS]; };
 static void lay_out(const struct cpu *c, int thread, struct bench *b)
 {
     float *p = (float *)c->scratch[thread];
@@ -452,52 +457,63 @@ static float *part_at(const struct cpu *c, int tile, int head, int split)
     return c->part + (((size_t)tile * c->m->n_head + head) * c->max_splits + split) * (c->m->head_v + 2);
 }
 
-/* Splits that a row at `pos` touches: [*first, result). */
-static int splits_of(int64_t pos, int window, int *first)
+/* The splits that rows [row, row + n) of one sequence look at, numbered through: those of the sinks, then those of the window. A split
+ * is the part of a range between two multiples of KV_SPLIT. */
+struct splits { int sinks, first, count; };        /* splits of the sinks; number in the sequence of the window's first; of both together */
+static struct splits splits_of(const struct cpu *c, const struct kv_view *v, int row, int n)
 {
-    *first = (int)(kv_visible(pos, window).first / KV_SPLIT);
-    return (int)(pos / KV_SPLIT) + 1;
+    int64_t from = kv_window_range(c->batch->rows[row].pos, v->sinks, v->window).first, last = c->batch->rows[row + n - 1].pos;
+    int64_t sinks = last + 1 < v->sinks ? last + 1 : v->sinks;
+    struct splits s = { (int)((sinks + KV_SPLIT - 1) / KV_SPLIT), (int)(from / KV_SPLIT), 0 };
+    s.count = s.sinks + (last < from ? 0 : (int)(last / KV_SPLIT) - s.first + 1);
+    return s;
 }
 
 /* Fills the bench's queries for the `n` rows from `row` and KV head `h`: row-major by token, then by query head of the group. */
-static void gather_queries(struct cpu *c, const struct cpu_layer *l, const struct desk *d, int row, int n, int h, struct bench *b)
+static void gather_queries(struct cpu *c, const struct cpu_layer *l, const struct desk *d, int row, int n, int h, bool sinks,
+                           struct bench *b)
 {
+    const struct kv_view *v = view_of(c, l, row);
     int g = group_size(c->m);
     for (int i = 0; i < n; i++)
         for (int j = 0; j < g; j++) {
             int64_t pos = c->batch->rows[row + i].pos;
-            make_query(c, l, d, row + i, h * g + j, b->q + (size_t)(i * g + j) * c->m->head_k);
-            b->first[i * g + j] = kv_visible(pos, l->window).first;
-            b->last[i * g + j] = pos;
+            struct kv_range seen = sinks ? kv_sink_range(pos, v->sinks, v->window) : kv_window_range(pos, v->sinks, v->window);
+            make_query(c, l, d, row + i, h * g + j, sinks, b->q + (size_t)(i * g + j) * c->m->head_k);
+            b->first[i * g + j] = seen.first;
+            b->last[i * g + j] = seen.last;
+            b->pos[i * g + j] = pos;
         }
 }
 
-static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct kv_view *view, int h, int split, int n_q,
-                         int64_t first, int64_t last, struct bench *b)
+/* Attention of the bench's n_q queries to split `i` of `s`. */
+static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct kv_view *view, int h, const struct splits *s, int i,
+                         int n_q, struct bench *b)
 {
-    int64_t begin = (int64_t)split * KV_SPLIT, end = begin + KV_SPLIT;
+    int64_t begin = (int64_t)(i < s->sinks ? i : s->first + i - s->sinks) * KV_SPLIT, end = begin + KV_SPLIT;
+    int64_t first = b->first[0], last = b->last[n_q - 1];              /* both rise from row to row */
     if (first > begin) begin = first / KV_BLOCK * KV_BLOCK;           /* nobody sees the blocks before */
     if (last + 1 < end) end = last + 1;
-    struct attend a = { view, l->index, h, n_q, b->q, b->first, b->last, begin, end, c->m->attn_cap, b->m1, b->l1, b->o1, b->kernel };
+    struct attend a = { view, l->index, h, n_q, b->q, b->first, b->last, b->pos, begin, end, c->m->attn_cap, b->m1, b->l1, b->o1, b->kernel };
     c->k->attend(&a);
 }
 
 /* One token's attention to one split of one KV head, left in the parts. In a batch of one the split that holds the token appends it. */
-static void attend_part(struct cpu *c, const struct cpu_layer *l, struct desk *d, int tile, int h, int split, int thread)
+static void attend_part(struct cpu *c, const struct cpu_layer *l, struct desk *d, int tile, int h, int i, int thread)
 {
     const struct model *m = c->m;
     struct bench b;
     int row = c->tiles[tile].row, g = group_size(m);
-    int64_t pos = c->batch->rows[row].pos;
+    struct splits s = splits_of(c, view_of(c, l, row), row, 1);
     lay_out(c, thread, &b);
-    if (c->alone && split == (int)(pos / KV_SPLIT)) {
+    if (c->alone && i == s.count - 1) {
         append(c, l, d, row, h, b.tmp);
         seal(c, l, row, h);
     }
-    gather_queries(c, l, d, row, 1, h, &b);
-    attend_split(c, l, view_of(c, l, row), h, split, g, b.first[0], pos, &b);
+    gather_queries(c, l, d, row, 1, h, i < s.sinks, &b);
+    attend_split(c, l, view_of(c, l, row), h, &s, i, g, &b);
     for (int j = 0; j < g; j++) {
-        float *p = part_at(c, tile, h * g + j, split);
+        float *p = part_at(c, tile, h * g + j, i);
         p[0] = b.m1[j];
         p[1] = b.l1[j];
         memcpy(p + 2, b.o1 + (size_t)j * m->head_v, sizeof(float) * m->head_v);
@@ -515,15 +531,16 @@ static void finish(const struct cpu *c, const struct cpu_layer *l, int r, const 
 static void join_parts(struct cpu *c, const struct cpu_layer *l, int tile, float *out)
 {
     const struct model *m = c->m;
-    int first, end = splits_of(c->batch->rows[c->tiles[tile].row].pos, l->window, &first);
+    int row = c->tiles[tile].row;
+    struct splits splits = splits_of(c, view_of(c, l, row), row, 1);
     for (int h = 0; h < m->n_head; h++) {
         float *o = out + (size_t)h * m->head_v, top = -INFINITY, sum = 0;
         memset(o, 0, sizeof(float) * m->head_v);
-        for (int s = first; s < end; s++) {
-            const float *p = part_at(c, tile, h, s);
+        for (int i = 0; i < splits.count; i++) {
+            const float *p = part_at(c, tile, h, i);
             c->k->join(&top, &sum, o, p[0], p[1], p + 2, m->head_v);
         }
-        finish(c, l, c->tiles[tile].row, o, sum, o);
+        finish(c, l, row, o, sum, o);
     }
 }
 
@@ -531,23 +548,22 @@ static void join_parts(struct cpu *c, const struct cpu_layer *l, int tile, float
 static void attend_tile(struct cpu *c, const struct cpu_layer *l, const struct desk *d, int tile, int h, int thread)
 {
     const struct model *m = c->m;
-    const struct row *rows = c->batch->rows + c->tiles[tile].row;
-    int n = c->tiles[tile].n, g = group_size(m), n_q = n * g, first;
+    int row = c->tiles[tile].row, n = c->tiles[tile].n, g = group_size(m), n_q = n * g;
+    const struct kv_view *view = view_of(c, l, row);
+    struct splits s = splits_of(c, view, row, n);
     struct bench b;
     lay_out(c, thread, &b);
-    gather_queries(c, l, d, c->tiles[tile].row, n, h, &b);
-    int64_t last = rows[n - 1].pos, from = b.first[0];
-    splits_of(rows[0].pos, l->window, &first);
     memset(b.o, 0, sizeof(float) * n_q * m->head_v);
     for (int i = 0; i < n_q; i++) b.m[i] = -INFINITY, b.l[i] = 0;
-    for (int s = first; s <= (int)(last / KV_SPLIT); s++) {
-        attend_split(c, l, view_of(c, l, c->tiles[tile].row), h, s, n_q, from, last, &b);
-        for (int i = 0; i < n_q; i++)
-            c->k->join(&b.m[i], &b.l[i], b.o + (size_t)i * m->head_v, b.m1[i], b.l1[i], b.o1 + (size_t)i * m->head_v, m->head_v);
+    for (int i = 0; i < s.count; i++) {
+        if (i == 0 || i == s.sinks) gather_queries(c, l, d, row, n, h, i < s.sinks, &b);
+        attend_split(c, l, view, h, &s, i, n_q, &b);
+        for (int j = 0; j < n_q; j++)
+            c->k->join(&b.m[j], &b.l[j], b.o + (size_t)j * m->head_v, b.m1[j], b.l1[j], b.o1 + (size_t)j * m->head_v, m->head_v);
     }
     for (int i = 0; i < n_q; i++)
-        finish(c, l, c->tiles[tile].row + i / g, b.o + (size_t)i * m->head_v, b.l[i],
-               c->att + ((size_t)(c->tiles[tile].row + i / g) * m->n_head + h * g + i % g) * m->head_v);
+        finish(c, l, row + i / g, b.o + (size_t)i * m->head_v, b.l[i],
+               c->att + ((size_t)(row + i / g) * m->n_head + h * g + i % g) * m->head_v);
 }
 
 /* Splits are dealt out one by one where there are few tokens, all of different sequences; else whole tiles are. */
@@ -575,18 +591,15 @@ static void attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, 
         return;
     }
     int total = 0;
-    for (int t = 0; t < c->n_tiles; t++) {
-        int first, n = splits_of(c->batch->rows[c->tiles[t].row].pos, l->window, &first);
-        total += (n - first) * m->n_kv;
-    }
+    for (int t = 0; t < c->n_tiles; t++) total += splits_of(c, view_of(c, l, c->tiles[t].row), c->tiles[t].row, 1).count * m->n_kv;
     while (team_take(c->team, total, 1, &i, &end))
         for (int t = 0, at = i; ; t++) {
-            int first, n = splits_of(c->batch->rows[c->tiles[t].row].pos, l->window, &first);
-            if (at < (n - first) * m->n_kv) {
-                attend_part(c, l, d, t, at % m->n_kv, first + at / m->n_kv, thread);
+            int n = splits_of(c, view_of(c, l, c->tiles[t].row), c->tiles[t].row, 1).count * m->n_kv;
+            if (at < n) {
+                attend_part(c, l, d, t, at % m->n_kv, at / m->n_kv, thread);
                 break;
             }
-            at -= (n - first) * m->n_kv;
+            at -= n;
         }
 }
 
@@ -749,8 +762,8 @@ static void cpu_close(struct backend *b)
     free(c->layers);
     free(c->own);
     free(c->scratch);
-    if (c->arena) munmap(c->arena, c->arena_bytes);
-    if (c->weights) munmap(c->weights, c->weights_bytes);
+    release_bytes(c->arena, c->arena_bytes);
+    release_bytes(c->weights, c->weights_bytes);
     free(c);
 }
 
@@ -768,11 +781,11 @@ static bool open_parts(struct cpu *c, const struct backend_options *o, struct er
     c->scratch = alloc_zeroed(threads, sizeof *c->scratch, "the threads' scratch", e);
     if (!c->layers || !c->own || !c->scratch || !load_vectors(c, e) || !load_weights(c, o->progress, e)) return false;
     c->max_rows = o->max_rows;
-    c->max_splits = (size_t)(o->max_ctx / KV_SPLIT + 1);
+    c->max_splits = (size_t)(o->max_seen / KV_SPLIT + 4);
     struct carver v = { NULL, 0 };
     carve_all(c, &v);
     c->arena_bytes = v.used;
-    c->arena = v.base = reserve(v.used, "working memory", e);
+    c->arena = v.base = reserve(v.used, "working memory: lower --batch-size", e);
     if (!v.base) return false;
     v.used = 0;
     carve_all(c, &v);

@@ -13,6 +13,7 @@ struct engine {
     int64_t ctx;
     int chunk, max_rows;               /* rows of a prefill chunk, and of the largest batch */
     struct kv_pool main[KV_GROUPS], raw[KV_GROUPS];  /* see struct kv_view */
+    int sinks[KV_GROUPS], window[KV_GROUPS];
     struct row *rows;                  /* [max_rows] of the batch being built */
     struct kv_view (*views)[KV_GROUPS];            /* [max_sequences] one per sequence of the batch */
     uint64_t forwards;                 /* forward passes so far: tells whether a sequence's logits are still there */
@@ -30,27 +31,41 @@ struct sequence {
 
 /* ---- opening ------------------------------------------------------------------------------------------------------ */
 
-struct plan { int64_t ctx; int chunk; struct kv_shape main[KV_GROUPS], raw[KV_GROUPS]; int main_pages[KV_GROUPS], raw_pages[KV_GROUPS]; };
+struct plan { int64_t ctx, seen; int chunk; struct kv_shape main[KV_GROUPS], raw[KV_GROUPS]; int main_pages[KV_GROUPS], raw_pages[KV_GROUPS]; };
 
 /* Tokens behind a layer's window that are still kept, so that a rejected draft can be taken back. */
 enum { WINDOW_MARGIN = 2 * KV_BLOCK };
 
+/* Tokens of a sequence with --window: its memory does not grow with them but for 4 bytes each and 4 bytes a page. */
+#define MOST_TOKENS ((int64_t)1 << 27)
+
 /* Shapes of the page pools that the options ask for. */
 static bool make_plan(const struct model *m, const struct engine_options *o, struct plan *p, struct error *e)
 {
-    p->ctx = o->ctx > 0 ? o->ctx : m->n_ctx;
+    p->ctx = p->seen = o->ctx > 0 ? o->ctx : m->n_ctx;
+    if (o->window > 0) {
+        p->seen = (int64_t)o->sinks + o->window;
+        if (p->seen > p->ctx)
+            return fail(e, GEN_USAGE, "--window %d and %d sinks are more than the context of %lld tokens: lower --window",
+                        o->window, o->sinks, (long long)p->ctx);
+        p->ctx = MOST_TOKENS;
+        if (o->layout == KV_CONTIGUOUS)
+            return fail(e, GEN_USAGE, "--window gives pages back, which --kv-layout contiguous cannot: use paged");
+    }
     int64_t page = o->layout == KV_CONTIGUOUS ? (p->ctx + KV_BLOCK - 1) / KV_BLOCK * KV_BLOCK : o->page_size;
     if (page < KV_BLOCK || page % KV_BLOCK || page > INT32_MAX - KV_BLOCK)
         return fail(e, GEN_USAGE, "--page-size %lld is not a multiple of %d from %d up", (long long)page, KV_BLOCK, KV_BLOCK);
-    int64_t per_sequence = (p->ctx + page - 1) / page, rows = o->batch > 0 ? o->batch : CHUNK;
-    p->chunk = (int)(rows < p->ctx ? rows : p->ctx);
+    int64_t rows = o->batch > 0 ? o->batch : CHUNK;
+    p->chunk = (int)(rows < p->seen ? rows : p->seen);
+    int64_t spare = WINDOW_MARGIN + p->chunk + EXTEND_ROWS;           /* tokens beside those that a windowed query sees */
+    int64_t per_sequence = o->window > 0 ? (p->seen + spare) / page + 4 : (p->ctx + page - 1) / page;
     if (per_sequence > INT32_MAX / o->max_sequences)
         return fail(e, GEN_USAGE, "a context of %lld tokens for %d sequences is too large to address: lower --ctx-size",
                     (long long)p->ctx, o->max_sequences);
     int layers[KV_GROUPS] = { 0 };
     for (int i = 0; i < m->n_layer; i++) layers[m->layers[i].local ? KV_LOCAL : KV_GLOBAL]++;
     for (int g = 0; g < KV_GROUPS; g++) {
-        int64_t most = g == KV_LOCAL ? (m->window + WINDOW_MARGIN + p->chunk + EXTEND_ROWS) / page + 2 : per_sequence;
+        int64_t most = g == KV_LOCAL ? (m->window + spare) / page + 2 : per_sequence;
         p->main[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, o->type_k, o->type_v, (int)page };
         p->raw[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, kv_raw_type(o->type_k), kv_raw_type(o->type_v),
                                        KV_BLOCK };
@@ -94,6 +109,9 @@ bool engine_open(struct engine **out, const struct model *m, const struct engine
     g->o = *o;
     if (!make_plan(m, o, &p, e)) goto bad;
     g->ctx = p.ctx;
+    g->sinks[KV_GLOBAL] = o->window > 0 ? o->sinks : 0;
+    g->window[KV_GLOBAL] = o->window;
+    g->window[KV_LOCAL] = o->window > 0 && o->window < m->window ? o->window : m->window;
     int rows = g->chunk = p.chunk;
     if (rows < o->max_sequences) rows = o->max_sequences;
     g->max_rows = rows > EXTEND_ROWS ? rows : EXTEND_ROWS;
@@ -104,7 +122,7 @@ bool engine_open(struct engine **out, const struct model *m, const struct engine
     g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
     if (!g->rows || !g->views) goto bad;
     progress_of_load = o->progress;
-    struct backend_options bo = { o->threads, g->max_rows, g->ctx, o->progress ? load_progress : NULL };
+    struct backend_options bo = { o->threads, g->max_rows, p.seen, o->progress ? load_progress : NULL };
     if (!cpu_open(&g->b, m, &bo, e)) goto bad;
     *out = g;
     return true;
@@ -155,7 +173,7 @@ bool sequence_open(struct sequence **out, struct engine *g, struct error *e)
     struct sequence *s = alloc_zeroed(1, sizeof *s, "a sequence", e);
     if (!s) return false;
     s->g = g;
-    s->tokens = alloc_zeroed(g->ctx, sizeof *s->tokens, "a sequence's tokens", e);
+    s->tokens = reserve_bytes(g->ctx * sizeof *s->tokens, "a sequence's tokens", e);
     bool ok = s->tokens != NULL;
     for (int i = 0; i < KV_GROUPS && ok; i++)
         ok = kv_table_open(&s->main[i], &g->main[i], g->ctx, e) && kv_table_open(&s->raw[i], &g->raw[i], g->ctx, e);
@@ -171,7 +189,7 @@ void sequence_close(struct sequence *s)
         kv_table_close(&s->main[i], &s->g->main[i]);
         kv_table_close(&s->raw[i], &s->g->raw[i]);
     }
-    free(s->tokens);
+    release_bytes(s->tokens, s->g->ctx * sizeof *s->tokens);
     free(s);
 }
 
@@ -194,8 +212,11 @@ static int64_t resumable(const struct sequence *s, int64_t n)
     const struct engine *g = s->g;
     for (int i = 0; i < KV_GROUPS; i++)
         if (!kv_table_holds(&s->raw[i], &g->raw[i], n / KV_BLOCK * KV_BLOCK, n)) n = n / KV_BLOCK * KV_BLOCK;
-    int64_t first = kv_visible(n, g->m->window).first;
-    return kv_table_holds(&s->main[KV_LOCAL], &g->main[KV_LOCAL], first, n) ? n : 0;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        int64_t first = kv_window_range(n, g->sinks[i], g->window[i]).first;
+        if (!kv_table_holds(&s->main[i], &g->main[i], first, n)) return 0;
+    }
+    return n;
 }
 
 int64_t sequence_cut(struct sequence *s, int64_t n)
@@ -219,18 +240,20 @@ int64_t sequence_cut(struct sequence *s, int64_t n)
 static void drop_unreachable(struct sequence *s)
 {
     struct engine *g = s->g;
-    int64_t seen = kv_visible(s->n, g->m->window).first - WINDOW_MARGIN, last = (s->n - 1) / KV_BLOCK * KV_BLOCK - KV_BLOCK;
-    if (seen > s->dropped_main[KV_LOCAL] && g->o.layout == KV_PAGED) {
-        int64_t page = g->main[KV_LOCAL].shape.page_size;
-        kv_table_drop(&s->main[KV_LOCAL], &g->main[KV_LOCAL], s->dropped_main[KV_LOCAL] / page * page, seen);
-        s->dropped_main[KV_LOCAL] = seen;
-    }
-    for (int i = 0; i < KV_GROUPS; i++)
+    int64_t last = (s->n - 1) / KV_BLOCK * KV_BLOCK - KV_BLOCK;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        int64_t seen = kv_window_range(s->n, g->sinks[i], g->window[i]).first - WINDOW_MARGIN, page = g->main[i].shape.page_size;
+        if (seen > s->dropped_main[i] && g->o.layout == KV_PAGED) {
+            int64_t from = s->dropped_main[i] / page * page;
+            kv_table_drop(&s->main[i], &g->main[i], from > g->sinks[i] ? from : g->sinks[i], seen);
+            s->dropped_main[i] = seen;
+        }
         if (last > s->dropped_raw[i]) {
             int64_t from = s->dropped_raw[i] > KV_BLOCK ? s->dropped_raw[i] / KV_BLOCK * KV_BLOCK : KV_BLOCK;
             kv_table_drop(&s->raw[i], &g->raw[i], from, last);
             s->dropped_raw[i] = last;
         }
+    }
 }
 
 /* The last `wanted` rows of the pass just run are this sequence's; their logits end at place `last`. */
@@ -259,7 +282,8 @@ static bool put_row(struct sequence *s, int i, int slot, int32_t token, enum wan
             return fail(e, GEN_RUN, "no KV page is left for token %lld: lower --ctx-size or the number of sequences",
                         (long long)s->n);
         g->views[slot][k] = (struct kv_view){ { &g->main[k].shape, g->main[k].base, s->main[k].pages },
-                                              { g->raw[k].n_pages ? &g->raw[k].shape : NULL, g->raw[k].base, s->raw[k].pages } };
+                                              { g->raw[k].n_pages ? &g->raw[k].shape : NULL, g->raw[k].base, s->raw[k].pages },
+                                              g->sinks[k], g->window[k] };
     }
     g->rows[i] = (struct row){ token, slot, s->n, want };
     s->tokens[s->n++] = token;

@@ -14,6 +14,7 @@ struct engine_options {
     enum kv_layout layout;
     int page_size;                     /* tokens, multiple of KV_BLOCK; paged only */
     enum kv_type type_k, type_v;
+    int window, sinks;                 /* keep the last `window` tokens and the first `sinks`; window 0 = keep all */
     bool cache;                        /* false: --no-kv-cache, everything is computed again at each step */
     void (*progress)(const char *what, double done);   /* load and prefill, 0..1; may be NULL */
 };

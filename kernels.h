@@ -53,7 +53,8 @@ struct attend {
     int layer, head;                   /* layer in the group, KV head */
     int n_q;                           /* query rows */
     const float *q;                    /* [n_q][head_k], already scaled */
-    const int64_t *first, *last;       /* [n_q] absolute positions, inclusive */
+    const int64_t *first, *last;       /* [n_q] keys that a row sees, inclusive; none where last < first */
+    const int64_t *pos;                /* [n_q] the rows' own positions, rising */
     int64_t begin, end;                /* the split: keys [begin, end), begin a multiple of KV_SPLIT */
     float cap;                         /* soft cap of the scores; 0 = none */
     float *m, *l;                      /* [n_q] */

@@ -3,7 +3,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "base.h"
 
@@ -16,13 +15,8 @@ bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, 
     p->free = alloc_zeroed(n_pages, sizeof *p->free, "the list of free KV pages", e);
     p->refs = alloc_zeroed(n_pages, sizeof *p->refs, "the KV pages' reference counts", e);
     if (!p->free || !p->refs) return kv_pool_close(p), false;
-    void *base = mmap(NULL, p->reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED) {
-        fail(e, GEN_RUN, "cannot reserve %zu bytes for the KV cache: lower --ctx-size or choose smaller -ctk and -ctv types",
-             p->reserved);
-        return kv_pool_close(p), false;
-    }
-    p->base = base;
+    p->base = reserve_bytes(p->reserved, "the KV cache: lower --ctx-size or choose smaller -ctk and -ctv types", e);
+    if (!p->base) return kv_pool_close(p), false;
     for (int i = 0; i < n_pages; i++) p->free[i] = n_pages - 1 - i;    /* page 0 is handed out first */
     p->n_free = n_pages;
     return true;
@@ -30,7 +24,7 @@ bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, 
 
 void kv_pool_close(struct kv_pool *p)
 {
-    if (p->base) munmap(p->base, p->reserved);
+    release_bytes(p->base, p->reserved);
     free(p->free);
     free(p->refs);
     *p = (struct kv_pool){ 0 };
@@ -45,7 +39,7 @@ bool kv_table_open(struct kv_table *t, const struct kv_pool *p, int64_t max_toke
 {
     *t = (struct kv_table){ .cap = p->n_pages ? pages_for(p, max_tokens) : 0 };
     if (t->cap == 0) return true;
-    t->pages = alloc_zeroed(t->cap, sizeof *t->pages, "a page table", e);
+    t->pages = reserve_bytes(t->cap * sizeof *t->pages, "a page table", e);
     return t->pages != NULL;
 }
 
@@ -93,7 +87,7 @@ bool kv_table_holds(const struct kv_table *t, const struct kv_pool *p, int64_t f
 void kv_table_close(struct kv_table *t, struct kv_pool *p)
 {
     kv_table_cut(t, p, 0);
-    free(t->pages);
+    release_bytes(t->pages, t->cap * sizeof *t->pages);
     *t = (struct kv_table){ 0 };
 }
 

@@ -103,6 +103,7 @@ struct kv_slots {
 struct kv_view {
     struct kv_slots main;              /* all tokens; for sealed types their full blocks */
     struct kv_slots raw;               /* pages of one block, raw types; shape NULL where no type is sealed */
+    int sinks, window;                 /* a query sees the first `sinks` tokens and the last `window`, its own included; 0 = all */
 };
 
 /* The slots in which a query at `pos` finds the block that starts at `block`, and those that rows are written to. */
@@ -129,13 +130,19 @@ static inline unsigned char *kv_v_tile(const struct kv_slots *v, int layer, int 
          + ((size_t)head * tiles + tile) * kv_v_tile_bytes(s);
 }
 
-/* The rows that the query at position `pos` sees: [first, first + count). window 0 = all. */
-struct kv_range { int64_t first, count; };
-static inline struct kv_range kv_visible(int64_t pos, int window)
+/* What the query at position `pos` sees: two ranges of tokens, [first, last] each (empty: last < first), and the position that the
+ * query is turned to for each. Sinks are looked at as from the position where they would be `window` away, however far the text has
+ * gone on since: they look as near as they lie in the cache (Xiao et al. 2023, "Efficient Streaming Language Models"). */
+struct kv_range { int64_t first, last, query; };
+static inline struct kv_range kv_sink_range(int64_t pos, int sinks, int window)
 {
-    struct kv_range r = { window > 0 && pos >= window ? pos - window + 1 : 0, 0 };
-    r.count = pos + 1 - r.first;
-    return r;
+    int64_t far = (int64_t)sinks + window - 1;
+    return (struct kv_range){ 0, pos < sinks ? pos : (int64_t)sinks - 1, pos < far ? pos : far };
+}
+static inline struct kv_range kv_window_range(int64_t pos, int sinks, int window)
+{
+    int64_t first = window > 0 && pos >= window ? pos - window + 1 : 0;
+    return (struct kv_range){ first < sinks ? sinks : first, pos, pos };
 }
 
 /* ---- the page pool (kvcache.c) ------------------------------------------------------------------------------------ */

@@ -1,4 +1,4 @@
-/* engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS - several sequences of one engine go through random operations (sync to a
+/* engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS WINDOW SINKS - several sequences of one engine go through random operations (sync to a
  * changed text, extend, cut, one step together); after each, the logits must be the bits that a second engine computes from nothing.
  * The token loop must not allocate. Prints the number of comparisons. */
 #include <stdio.h>
@@ -121,7 +121,7 @@ int main(int argc, char **argv)
     struct engine *g, *plain;
     struct sequence *s[SEQUENCES];
     char note[200];
-    if (argc != 9) return fprintf(stderr, "usage: engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS\n"), 2;
+    if (argc != 11) return fprintf(stderr, "usage: engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS WINDOW SINKS\n"), 2;
     state = strtoull(argv[2], NULL, 10);
     static const char *const types[KV_TYPES] = { "f32", "f16", "bf16", "fp8", "int8", "int4" };
     enum kv_type type = KV_F16;
@@ -129,9 +129,10 @@ int main(int argc, char **argv)
         if (!strcmp(argv[6], types[i])) type = (enum kv_type)i;
     struct engine_options o = { .ctx = CTX, .batch = atoi(argv[7]), .threads = atoi(argv[8]), .max_sequences = SEQUENCES,
                                 .layout = strcmp(argv[4], "paged") ? KV_CONTIGUOUS : KV_PAGED, .page_size = atoi(argv[5]),
-                                .type_k = type, .type_v = type, .cache = true };
-    struct engine_options po = { .ctx = CTX, .threads = 1, .max_sequences = 1, .layout = KV_CONTIGUOUS, .page_size = KV_BLOCK,
-                                 .type_k = type, .type_v = type, .cache = true };
+                                .type_k = type, .type_v = type, .window = atoi(argv[9]), .sinks = atoi(argv[10]), .cache = true };
+    struct engine_options po = o;
+    po.batch = 0, po.threads = po.max_sequences = 1, po.page_size = 3 * KV_BLOCK;
+    if (!po.window) po.layout = KV_CONTIGUOUS;
     must(gguf_open(&file, argv[1], true, &e) && model_open(&m, file, &(struct model_options){ 0 }, note, &e), &e);
     must(engine_open(&g, m, &o, &e) && engine_open(&plain, m, &po, &e), &e);
     for (int i = 0; i < SEQUENCES; i++) must(sequence_open(&s[i], g, &e), &e);

@@ -31,7 +31,7 @@ struct cache { struct kv_shape shape; struct kv_view view; int32_t *pages; float
 static void fill(struct cache *c, const struct kernels *table, enum kv_type type, int head_k, int head_v, int page, int n)
 {
     int n_pages = (n + page - 1) / page;
-    *c = (struct cache){ { 2, 2, head_k, head_v, type, type, page }, { { 0 }, { 0 } }, malloc(sizeof(int32_t) * n_pages),
+    *c = (struct cache){ { 2, 2, head_k, head_v, type, type, page }, { { 0 }, { 0 }, 0, 0 }, malloc(sizeof(int32_t) * n_pages),
                          malloc(sizeof(float) * n * head_k), malloc(sizeof(float) * n * head_v), n };
     size_t bytes = kv_page_bytes(&c->shape) * n_pages;
     for (int i = 0; i < n_pages; i++) c->pages[i] = n_pages - 1 - i;
@@ -63,7 +63,7 @@ static void run(const struct kernels *table, const struct cache *c, const float 
     for (int r = 0; r < n_q; r += step) {
         int n = n_q - r < step ? n_q - r : step;
         for (int64_t begin = 0; begin < c->n; begin += KV_SPLIT) {
-            struct attend a = { &c->view, 1, 1, n, q + (size_t)r * D, first + r, last + r, begin,
+            struct attend a = { &c->view, 1, 1, n, q + (size_t)r * D, first + r, last + r, last + r, begin,
                                 begin + KV_SPLIT < c->n ? begin + KV_SPLIT : c->n, cap, m1, l1, o1, scratch };
             for (int i = 0; i < n * V; i++) o1[i] = NAN;
             table->attend(&a);
@@ -114,7 +114,7 @@ static void check(const struct kernels *table, enum kv_type type, int head_k, in
     for (int i = 0; i < ROWS; i++) {               /* the last tokens of the cache, two query heads each */
         int64_t pos = n - 1 - (ROWS - 1 - i) / 2;
         last[i] = pos < 0 ? 0 : pos;
-        first[i] = kv_visible(last[i], window).first;
+        first[i] = kv_window_range(last[i], 0, window).first;
     }
     run(table, &c, q, first, last, ROWS, ROWS, cap, a);
     double error = oracle_error(&c, q, first, last, ROWS, cap, a);

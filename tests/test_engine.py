@@ -18,6 +18,15 @@ def test_random_operations(tool, mkfix, seed, model):
     for i, kind in enumerate(["f32", "f16", "bf16", "fp8", "int8", "int4"]):
         layout, page = next(itertools.islice(layouts, seed, None))
         chunk, threads = next(chunks), 1 + i % 3
-        r = tool("engine", path, *map(str, (seed * 10 + i, 60, layout, page, kind, chunk, threads)))
+        r = tool("engine", path, *map(str, (seed * 10 + i, 60, layout, page, kind, chunk, threads, 0, 0)))
+        assert r.rc == 0, r.err
+        assert int(r.text.split()[0]) > 60
+
+
+@pytest.mark.parametrize("window, sinks", [(1, 0), (20, 4), (33, 0), (64, 40), (100, 1)])
+def test_random_operations_with_a_window(tool, mkfix, window, sinks):
+    for i, (model, kind) in enumerate([("llama", "f16"), ("gemma3", "int8"), ("qwen2", "int4")]):
+        r = tool("engine", mkfix("rand", *MODELS[model]),
+                 *map(str, (i, 60, "paged", 32 + 32 * (i % 2), kind, [7, 512, 40][i], 1 + i, window, sinks)))
         assert r.rc == 0, r.err
         assert int(r.text.split()[0]) > 60

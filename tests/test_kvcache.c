@@ -45,18 +45,21 @@ static void test_addresses(void **unused)
     free(base);
 }
 
-/* B11: query i sees keys j with i - j < W. */
+/* B11: query i sees keys j with i - j < W, and the sinks as from no further away than they lie in the cache. */
 static void test_visible(void **unused)
 {
     (void)unused;
     for (int window = 0; window < 10; window++)
-        for (int64_t pos = 0; pos < 40; pos++) {
-            struct kv_range r = kv_visible(pos, window);
-            for (int64_t j = 0; j < 41; j++) {
-                bool sees = j <= pos && (window == 0 || pos - j < window);
-                assert_true(sees == (j >= r.first && j < r.first + r.count));
+        for (int sinks = 0; sinks < (window ? 6 : 1); sinks++)
+            for (int64_t pos = 0; pos < 40; pos++) {
+                struct kv_range s = kv_sink_range(pos, sinks, window), w = kv_window_range(pos, sinks, window);
+                for (int64_t j = 0; j < 41; j++) {
+                    bool sees = j <= pos && (window == 0 || pos - j < window || j < sinks);
+                    bool sink = j >= s.first && j <= s.last, near = j >= w.first && j <= w.last;
+                    assert_true(sees == (sink || near) && !(sink && near));
+                }
+                assert_true(w.query == pos && (sinks == 0 || s.query == (pos < sinks + window - 1 ? pos : sinks + window - 1)));
             }
-        }
 }
 
 enum { TABLES = 5, PAGES = 23, MOST = 10 * 64 };
