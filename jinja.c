@@ -3,9 +3,6 @@
 
 #include <stdlib.h>
 
-/* An arena may grow to memory_base + memory_factor * bytes of input. */
-static const size_t memory_base = (size_t)64 << 20, memory_factor = 64;
-
 struct jinja { struct chunk *chunks; struct node *root; size_t source_bytes; };
 
 /* ---- variables */
@@ -96,12 +93,15 @@ static struct value call_macro(struct run *r, const struct macro *m, const struc
     struct scope *outer = push_scope(r, m->scope);
     size_t used = 0, used_names = 0;
     jj_enter(r);
+    for (const struct node *p = m->node->list; p; p = p->next)      /* a default sees the parameters before its own */
+        set_var(r, r->scope, p->name, jj_undefined(r, p->name));
     for (const struct node *p = m->node->list; p; p = p->next) {
         const struct value *v = jj_lookup_text(r, &args->named, p->name);
         used_names += v != NULL;
         if (used < args->positional.n)
             v = &args->positional.v[used++];
-        set_var(r, r->scope, p->name, v ? *v : p->a ? eval(r, p->a) : jj_undefined(r, p->name));
+        if (v || p->a)
+            set_var(r, r->scope, p->name, v ? *v : eval(r, p->a));
     }
     if (used < args->positional.n || used_names < args->named.n)
         jj_die(r, "the macro '%.*s' is called with more arguments than it takes", (int)m->node->name.n,
@@ -296,8 +296,7 @@ static struct value eval_list(struct run *r, const struct node *n)
         struct value out = jj_new_dict(r, V_DICT);
         for (const struct node *p = n->list; p; p = p->next->next) {
             struct value key = eval(r, p), v = eval(r, p->next);
-            if (key.type > V_TEXT && key.type != V_TUPLE)
-                jj_die(r, "%s cannot be a key", jj_type_word(key));
+            jj_need_key(r, key);
             jj_dict_set(r, out.dict, key, v);
         }
         return out;
@@ -401,7 +400,8 @@ static struct value eval(struct run *r, const struct node *n)
 
 bool jinja_parse(struct jinja **out, const char *source, size_t n, struct error *e)
 {
-    struct run r = {.e = e, .line = 1, .src = source, .n = n, .limit = memory_base + memory_factor * n};
+    struct run r = {.e = e, .line = 1, .src = source, .n = n, .limit = JINJA_MEMORY + (size_t)JINJA_MEMORY_PER_BYTE * n,
+                    .max_steps = JINJA_STEPS + (uint64_t)JINJA_STEPS_PER_BYTE * n};
     struct jinja *t = alloc_zeroed(1, sizeof *t, "a chat template", e);
     *out = NULL;
     if (!t)
@@ -522,7 +522,8 @@ bool jinja_render(const struct jinja *t, const json_t *data, const json_t *own, 
     struct builder text = {0};
     size_t input = t->source_bytes + (data ? json_bytes(data, 0) : 0) + (own ? json_bytes(own, 0) : 0);
     struct run r = {.e = e, .line = 1, .root = t->root, .json_data = data, .json_own = own, .now = now, .out = &text,
-                    .limit = memory_base + memory_factor * input};
+                    .limit = JINJA_MEMORY + (size_t)JINJA_MEMORY_PER_BYTE * input,
+                    .max_steps = JINJA_STEPS + (uint64_t)JINJA_STEPS_PER_BYTE * input};
     *out = (struct jinja_result){0};
     bool ok = jj_guarded(&r, render);
     if (ok && !copy_result(out, built(&text))) {

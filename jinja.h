@@ -4,10 +4,12 @@
  * immutable; trim_blocks and lstrip_blocks on; break and continue; {% generation %}; tojson without HTML escapes;
  * raise_exception and strftime_now), byte for byte, for the language that chat templates are written in. Left out, and
  * refused by name: include, import, extends, block, autoescape; filters and methods that format for the web or print.
+ * Three rules differ: integers have 64 bits; `safe` and `escape` give plain strings; a variable that the template reads
+ * before it sets it is always the caller's.
  *
- * A template is hostile: it can only read its variables and write text, within JINJA_STEPS, a memory limit and a
- * nesting limit. Each byte of text knows whether it comes from the template (trusted) or from data, through every
- * operation, so that the tokenizer can look for control tokens in what the template's author wrote and nowhere else. */
+ * A template is hostile: it can only read its variables and write text, within limits of steps, memory and nesting.
+ * Each byte of text knows whether it comes from the template (trusted) or from data, through every operation, so that
+ * the tokenizer can look for control tokens in what the template's author wrote and nowhere else. */
 #ifndef JINJA_H
 #define JINJA_H
 
@@ -17,7 +19,9 @@
 #include <jansson.h>
 #include <time.h>
 
-enum { JINJA_STEPS = 20000000 };       /* evaluated nodes, plus one for every 16 bytes of text looked at */
+/* Limits of a rendering; each byte of template and variables adds to them. A step is an evaluated node or 16 bytes of
+ * text looked at. */
+enum { JINJA_STEPS = 5000000, JINJA_STEPS_PER_BYTE = 8, JINJA_MEMORY = 64 << 20, JINJA_MEMORY_PER_BYTE = 64 };
 
 struct jinja;                          /* a parsed template; immutable */
 

@@ -94,7 +94,7 @@ struct run {                           /* one parse or one rendering */
     int line;                          /* being worked on */
     struct chunk *chunks;
     size_t allocated, limit;
-    uint64_t steps;
+    uint64_t steps, max_steps;
     int depth;
     /* parsing */
     const char *src;
@@ -187,6 +187,8 @@ void jj_dict_append(struct run *r, struct dict *d, struct value key, struct valu
 void jj_dict_set(struct run *r, struct dict *d, struct value key, struct value value);
 const struct value *jj_lookup(struct run *r, const struct dict *d, struct value key);           /* or NULL */
 const struct value *jj_lookup_text(struct run *r, const struct dict *d, struct text key);
+
+void jj_need_key(struct run *r, struct value v);                /* dies unless v could be a dict's key */
 
 const char *jj_type_word(struct value v);                       /* "a list" */
 _Noreturn void jj_die_undefined(struct run *r, struct value v);

@@ -84,10 +84,8 @@ static struct value f_trim(struct run *r, struct value *a) { return strip_side(r
 static struct value m_lstrip(struct run *r, struct value *a) { return strip_side(r, a, true, false); }
 static struct value m_rstrip(struct run *r, struct value *a) { return strip_side(r, a, false, true); }
 
-static struct value f_replace(struct run *r, struct value *a)
+static struct value replace(struct run *r, struct text t, struct text old, struct text new, int64_t left)
 {
-    struct text t = subject(r, a), old = jj_to_text(r, a[1]), new = jj_to_text(r, a[2]);
-    int64_t left = need_int(r, a[3], -1);
     struct builder out = {0};
     size_t i = 0;
     for (size_t at; left != 0 && (at = jj_find(r, t, i, old)) != SIZE_MAX; left--) {
@@ -108,10 +106,24 @@ static struct value f_replace(struct run *r, struct value *a)
     return jj_string(r, built(&out));
 }
 
-/* Splits at white space, as str.split() does without a separator; what is left after `limit` pieces stays whole. */
+static struct value f_replace(struct run *r, struct value *a)
+{
+    return replace(r, subject(r, a), jj_to_text(r, a[1]), jj_to_text(r, a[2]), need_int(r, a[3], -1));
+}
+
+static struct value m_replace(struct run *r, struct value *a)
+{
+    struct text old = need_text(r, a[1], "what is replaced"), new = need_text(r, a[2], "what replaces it");
+    return replace(r, subject(r, a), old, new, need_int(r, a[3], -1));
+}
+
+/* Splits at white space, as str.split() does without a separator; after `limit` splits the rest stays as it is. */
 static void split_words(struct run *r, struct list *out, struct text t, int64_t limit, bool from_right)
 {
-    for (t = jj_strip(r, t, NULL, true, true); t.n > 0; limit--) {
+    for (;; limit--) {
+        t = jj_strip(r, t, NULL, !from_right, from_right);
+        if (t.n == 0)
+            return;
         size_t cut = from_right ? 0 : t.n;
         for (size_t i = 0; limit != 0 && i < t.n; i += jj_char_len(t, i))
             if (jj_is_space(jj_code_point(t, i))) {
@@ -119,11 +131,9 @@ static void split_words(struct run *r, struct list *out, struct text t, int64_t 
                 if (!from_right)
                     break;
             }
-        if (from_right && limit == 0)
-            cut = 0;
         jj_spend(r, t.n / 16);
         jj_push(r, out, jj_string(r, from_right ? sub(t, cut, t.n) : sub(t, 0, cut)));
-        t = jj_strip(r, from_right ? sub(t, 0, cut) : sub(t, cut, t.n), NULL, !from_right, from_right);
+        t = from_right ? sub(t, 0, cut) : sub(t, cut, t.n);
     }
 }
 
@@ -296,7 +306,7 @@ static struct value m_isupper(struct run *r, struct value *a) { return all_are(r
 static const struct function text_methods[] = {
     {"lower", "", f_lower}, {"upper", "", f_upper}, {"capitalize", "", f_capitalize}, {"title", "", m_title},
     {"strip", "chars?", f_trim}, {"lstrip", "chars?", m_lstrip}, {"rstrip", "chars?", m_rstrip},
-    {"replace", "old new count?", f_replace}, {"split", "sep? maxsplit?", m_split},
+    {"replace", "old new count?", m_replace}, {"split", "sep? maxsplit?", m_split},
     {"rsplit", "sep? maxsplit?", m_rsplit}, {"splitlines", "keepends?", m_splitlines},
     {"startswith", "prefix", m_startswith}, {"endswith", "suffix", m_endswith},
     {"removeprefix", "prefix", m_removeprefix}, {"removesuffix", "suffix", m_removesuffix}, {"find", "sub", m_find},
@@ -306,7 +316,7 @@ static const struct function text_methods[] = {
     {NULL, NULL, NULL}
 };
 
-/* ---- methods of dicts and loops */
+/* ---- methods of dicts, lists and loops */
 
 static struct value dict_view(struct run *r, const struct dict *d, bool keys, bool values)
 {
@@ -329,6 +339,7 @@ static struct value m_values(struct run *r, struct value *a) { return dict_view(
 
 static struct value m_get(struct run *r, struct value *a)
 {
+    jj_need_key(r, a[1]);
     const struct value *v = jj_lookup(r, a[0].dict, a[1]);
     return v ? *v : a[2].type == V_ABSENT ? none() : a[2];
 }
@@ -340,6 +351,26 @@ static struct value m_copy(struct run *r, struct value *a)
         jj_dict_append(r, out.dict, a[0].dict->v[i].key, a[0].dict->v[i].value);
     return out;
 }
+
+static struct value m_list_count(struct run *r, struct value *a)
+{
+    int64_t n = 0;
+    for (size_t i = 0; i < a[0].list->n; i++)
+        n += jj_equal(r, a[0].list->v[i], a[1]);
+    return integer(n, true);
+}
+
+static struct value m_list_index(struct run *r, struct value *a)
+{
+    for (size_t i = 0; i < a[0].list->n; i++)
+        if (jj_equal(r, a[0].list->v[i], a[1]))
+            return integer((int64_t)i, true);
+    jj_die(r, "index: the item is not in the list");
+}
+
+static const struct function list_methods[] = {
+    {"count", "value", m_list_count}, {"index", "value", m_list_index}, {NULL, NULL, NULL}
+};
 
 static const struct function dict_methods[] = {
     {"items", "", m_items}, {"keys", "", m_keys}, {"values", "", m_values}, {"get", "key default?", m_get},
@@ -388,7 +419,8 @@ static struct value get_method(struct run *r, struct value self, struct text nam
         allowed = f || is(name, "fromkeys");
         *known = jj_is_word_of(" clear pop popitem setdefault update ", name);
     } else if (self.type == V_LIST || self.type == V_TUPLE) {
-        allowed = jj_is_word_of(" index count ", name);
+        f = jj_find_function(list_methods, name);
+        allowed = f;
         *known = jj_is_word_of(" append clear copy extend insert pop remove reverse sort ", name);
     }
     bool special = name.n > 4 && memcmp(name.p, "__", 2) == 0 && memcmp(name.p + name.n - 2, "__", 2) == 0;
@@ -487,7 +519,7 @@ struct value jj_get_slice(struct run *r, struct value obj, struct value from, st
     if (obj.type == V_UNDEFINED)
         jj_die_undefined(r, obj);
     if (obj.type != V_TEXT && obj.type != V_LIST && obj.type != V_TUPLE)
-        return jj_undefined(r, literal("a slice"));
+        jj_die(r, "%s has no slices", jj_type_word(obj));
     bool is_text = obj.type == V_TEXT;
     int64_t n = (int64_t)(is_text ? jj_count_chars(r, *obj.text) : obj.list->n);
     int64_t step = by.type == V_NONE || by.type == V_ABSENT ? 1 : slice_bound(r, by, INT64_MAX - 1, 1, 1);
@@ -716,6 +748,7 @@ static struct value f_unique(struct run *r, struct value *a)
     for (size_t i = 0; i < items->n; i++) {
         struct value key = sort_key(r, items->v[i], a[2], jj_truthy(a[1]));
         bool known = false;
+        jj_need_key(r, key);
         for (size_t k = 0; k < seen.n && !known; k++)
             known = jj_equal(r, seen.v[k], key);
         if (known)
@@ -824,8 +857,11 @@ static struct value f_int(struct run *r, struct value *a)
         return integer(whole(v), v.trusted);
     if (v.type == V_TEXT && read_number(r, *v.text, true, &v))
         return v;
-    if ((v.type == V_FLOAT || (v.type == V_TEXT && read_number(r, *v.text, false, &v))) && fabs(v.real) < 9.2e18)
+    if (v.type == V_FLOAT || (v.type == V_TEXT && read_number(r, *v.text, false, &v))) {
+        if (!(fabs(v.real) < 0x1p63))
+            jj_die(r, "an integer does not fit 64 bits");
         return integer((int64_t)v.real, v.trusted);
+    }
     return a[1].type == V_ABSENT ? integer(0, true) : a[1];
 }
 
@@ -867,7 +903,7 @@ static struct value f_round(struct run *r, struct value *a)
 static struct value f_indent(struct run *r, struct value *a)
 {
     struct builder out = {0}, spaces = {0};
-    struct text t = subject(r, a);
+    struct text t = need_text(r, a[0], "what is indented");
     const struct list *lines = split_lines(r, t, false).list;
     if (a[1].type == V_TEXT)
         jj_put_text(r, &spaces, *a[1].text);

@@ -125,7 +125,7 @@ static size_t lex_tag(struct run *r, size_t i, bool variable)
             i = number_end(r, i, &is_float);
             add_token(r, is_float ? TK_FLOAT : TK_INT, from, i);
         } else if (is_name_byte(c)) {
-            while (i < r->n && is_name_byte(r->src[i]))
+            while (i < r->n && is_name_byte(r->src[i]) && skip_space(r, i) == i)
                 i++;
             add_token(r, TK_NAME, from, i);
         } else if (c == '"' || c == '\'') {

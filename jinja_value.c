@@ -38,7 +38,7 @@ bool jj_guarded(struct run *r, void (*body)(struct run *))
 void jj_spend(struct run *r, size_t steps)
 {
     r->steps += steps;
-    if (r->steps > JINJA_STEPS)
+    if (r->steps > r->max_steps)
         jj_die(r, "it runs for too long, so it is stopped");
 }
 
@@ -460,6 +460,17 @@ struct list *jj_iterate(struct run *r, struct value v)
     return out;
 }
 
+void jj_need_key(struct run *r, struct value v)
+{
+    if (v.type > V_TEXT && v.type != V_TUPLE)
+        jj_die(r, "%s cannot be a key", jj_type_word(v));
+    for (size_t i = 0; v.type == V_TUPLE && i < v.list->n; i++) {
+        jj_enter(r);
+        jj_need_key(r, v.list->v[i]);
+        jj_leave(r);
+    }
+}
+
 bool jj_contains(struct run *r, struct value where, struct value what)
 {
     if (where.type == V_TEXT) {
@@ -467,8 +478,10 @@ bool jj_contains(struct run *r, struct value where, struct value what)
             jj_die(r, "'in' looks for %s in a string", jj_type_word(what));
         return jj_find(r, *where.text, 0, *what.text) != SIZE_MAX;
     }
-    if (where.type == V_DICT)
+    if (where.type == V_DICT) {
+        jj_need_key(r, what);
         return jj_lookup(r, where.dict, what) != NULL;
+    }
     const struct list *items = jj_iterate(r, where);
     for (size_t i = 0; i < items->n; i++)
         if (jj_equal(r, items->v[i], what))
@@ -741,7 +754,7 @@ static struct value float_arith(struct run *r, char op, double a, double b, bool
 {
     if ((op == '/' || op == 'd' || op == '%') && b == 0)
         jj_die(r, "division by zero");
-    double rest;
+    double rest, whole_part;
     switch (op) {
     case '+': return real(a + b, trusted);
     case '-': return real(a - b, trusted);
@@ -755,7 +768,10 @@ static struct value float_arith(struct run *r, char op, double a, double b, bool
         rest = fmod(a, b);
         if (rest != 0 && (rest < 0) != (b < 0))
             rest += b;
-        return op == '%' ? real(rest, trusted) : real(floor((a - rest) / b + 0.5), trusted);
+        if (op == '%')
+            return real(rest != 0 ? rest : copysign(0, b), trusted);
+        whole_part = floor((a - rest) / b + 0.5);
+        return real(whole_part != 0 ? whole_part : copysign(0, a / b), trusted);
     }
 }
 

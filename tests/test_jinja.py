@@ -5,11 +5,14 @@ import functools
 import itertools
 import json
 import random
+import re
+import time
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import pytest
+import conftest
 
 NOW = 1721999999
 
@@ -167,11 +170,12 @@ OWN = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def requests_for(template):
-    for messages, options, prompt in itertools.product(CONVERSATIONS, OPTIONS, (True, False, None)):
-        data = {"messages": messages, **options}
-        if prompt is not None:
-            data["add_generation_prompt"] = prompt
-        yield template, data, OWN
+    """Every conversation with every set of options; add_generation_prompt true, false and absent in turn."""
+    cases = itertools.product(CONVERSATIONS, OPTIONS)
+    plain = [(messages, {}) for messages in CONVERSATIONS for _ in range(3)]
+    for i, (messages, options) in enumerate([*cases, *plain]):
+        prompt = [{"add_generation_prompt": True}, {"add_generation_prompt": False}, {}][i % 3]
+        yield template, {"messages": messages, **options, **prompt}, OWN
 
 
 @pytest.fixture(scope="module")
@@ -474,3 +478,224 @@ def test_stated_limits(render):
         assert expected(template, VARIABLES) is not REFUSED
         [answer] = render([(template, VARIABLES, {})])
         assert answer.text is REFUSED and answer.code == 3 and answer.error.startswith("line 1 of the chat template: "), answer.error
+
+
+# ---- random expressions, and where their text comes from
+
+GREEK = "αβγδεζηθικλμνξοπρτυφχψωΑΒΓΔΕΖΗΘΙΚΛΜΝΞΟΠΡΤΥΦΧΨΩ"      # only data has these; no final sigma
+LATIN = "ghjmpqwyzGHJMPQWYZ"                                     # only the template has these: none is in null, True, \\x0c ...
+COMMON = " \n\t'\"\\-.,/<>&{}%漢👍\u00a0"
+
+
+class Maker:
+    """Random typed expressions, most of which have a value."""
+
+    def __init__(self, seed):
+        self.r = random.Random(seed)
+
+    def word(self, letters, most):
+        return "".join(self.r.choice(letters if self.r.random() < 0.7 else COMMON) for _ in range(self.r.randint(0, most)))
+
+    def data(self):
+        return {"a": self.word(GREEK, 9), "b": self.word(GREEK, 3), "n": self.r.randint(-3, 9), "f": self.r.choice([0.5, -2.0, 1e17]),
+                "l": [self.word(GREEK, 4) for _ in range(self.r.randint(0, 4))], "y": self.r.random() < 0.5, "no": None,
+                "d": {self.word(GREEK, 3) + str(i): self.r.choice([self.word(GREEK, 5), i, None, [self.word(GREEK, 2)]])
+                      for i in range(self.r.randint(0, 3))},
+                "rows": [{"k": self.word(GREEK, 3), "v": i} for i in range(self.r.randint(0, 3))]}
+
+    def literal(self):
+        quote = self.r.choice("'\"")
+        body = self.word(LATIN, 4).replace("\\", "\\\\").replace(quote, "\\" + quote)
+        return quote + body + quote
+
+    def pick(self, depth, leaves, branches):
+        maker = self.r.choice(leaves if depth <= 0 or self.r.random() < 0.15 else branches)
+        return maker(depth - 1)
+
+    def text(self, d):
+        t, n = self.text, self.number
+        return self.pick(d, [lambda d: "a", lambda d: "b", lambda d: self.literal(), lambda d: "l[0] | string"], [
+            lambda d: f"({t(d)} + {t(d)})", lambda d: f"({t(d)} ~ {self.any(d)} ~ {t(d)})", lambda d: f"({self.any(d)} | string)",
+            lambda d: f"({t(d)} | {self.r.choice(['upper', 'lower', 'capitalize', 'title', 'trim', 'string'])})",
+            lambda d: f"({t(d)}).{self.r.choice(['upper', 'lower', 'title', 'capitalize', 'strip', 'lstrip', 'rstrip'])}()",
+            lambda d: f"({t(d)}).replace({t(d)}, {t(d)})", lambda d: f"({t(d)} | replace({t(d)}, {t(d)}, {n(0)}))",
+            lambda d: f"({t(d)})[{n(0)}:{n(0)}]", lambda d: f"({t(d)})[::{self.r.choice([-1, 2, -2, 1, 3])}]",
+            lambda d: f"({t(d)}).{self.r.choice(['strip', 'lstrip', 'rstrip', 'removeprefix', 'removesuffix'])}({t(d)})",
+            lambda d: f"({self.list(d)} | join({t(d)}))", lambda d: f"({t(d)}).join({t(d)} | list)",
+            lambda d: f"({self.any(d)} | tojson{self.r.choice(['', '(indent=2)', '(ensure_ascii=true)', '(sort_keys=true)'])})",
+            lambda d: f"({t(d)} if {self.bool(d)} else {t(d)})", lambda d: f"(({t(d)}) * {self.r.randint(0, 3)})",
+            lambda d: f"({t(d)} | indent({self.r.randint(0, 3)}, {self.r.choice(['true', 'false'])}))",
+            lambda d: f"({t(d)} | default({t(d)}, true))", lambda d: f"({self.list(d)} | first | default({t(d)}) | string)",
+            lambda d: f"({t(d)})[{n(0)}]"])
+
+    def list(self, d):
+        t = self.text
+        return self.pick(d, [lambda d: "l", lambda d: "[]", lambda d: f"[{self.literal()}, a]"], [
+            lambda d: f"[{self.any(d)}, {self.any(d)}]", lambda d: f"({self.list(d)} + {self.list(d)})", lambda d: f"({t(d)} | list)",
+            lambda d: f"({t(d)}).split({self.r.choice([t(d), '', 'none, 1', t(d) + ', 1'])})", lambda d: f"({t(d)}).splitlines()",
+            lambda d: f"({t(d)}).rsplit({self.r.choice([t(d), '', 'none, 1', t(d) + ', 1'])})",
+            lambda d: f"({self.list(d)} | {self.r.choice(['sort', 'reverse', 'unique', 'select', 'list'])} | list)",
+            lambda d: f"({self.list(d)} | map({self.r.choice(['upper', 'string', 'length', 'trim'])!r}) | list)",
+            lambda d: f"({self.list(d)})[{self.number(0)}:]", lambda d: "(d.items() | list)", lambda d: "(d | dictsort | map('first') | list)",
+            lambda d: "(rows | map(attribute='k') | list)", lambda d: f"(rows | selectattr('v', 'gt', {self.number(d)}) | list)",
+            lambda d: f"({self.list(d)} | reject('in', {self.any(d)}) | list)", lambda d: f"({t(d)}, {self.any(d)})"])
+
+    def number(self, d):
+        return self.pick(d, [lambda d: "n", lambda d: str(self.r.randint(-3, 7)), lambda d: "f"], [
+            lambda d: f"({self.text(d)} | length)", lambda d: f"({self.list(d)} | length)", lambda d: f"({self.text(d)}).find({self.text(d)})",
+            lambda d: f"({self.number(d)} {self.r.choice(['+', '-', '*', '//', '%', '/'])} {self.number(d)})", lambda d: f"(-{self.number(d)})",
+            lambda d: f"({self.text(d)}).count({self.text(d)})", lambda d: f"({self.text(d)}).rfind({self.text(d)})",
+            lambda d: f"({self.number(d)} | {self.r.choice(['abs', 'round', 'int', 'float', 'round(1)'])})", lambda d: f"({self.text(d)} | int)"])
+
+    def bool(self, d):
+        return self.pick(d, [lambda d: "y", lambda d: "true", lambda d: "no"], [
+            lambda d: f"({self.number(d)} {self.r.choice(['<', '>=', '==', '!='])} {self.number(d)})", lambda d: f"({self.text(d)} in {self.any(d)})",
+            lambda d: f"({self.text(d)} {self.r.choice(['<', '==', '>', '<='])} {self.text(d)})", lambda d: f"(not {self.bool(d)})",
+            lambda d: f"({self.bool(d)} {self.r.choice(['and', 'or'])} {self.bool(d)})", lambda d: f"({self.text(d)}).startswith({self.text(d)})",
+            lambda d: f"({self.any(d)} is {self.r.choice(['string', 'number', 'mapping', 'iterable', 'none', 'defined', 'sequence', 'not none'])})",
+            lambda d: f"({self.text(d)}).{self.r.choice(['isalpha', 'isdigit', 'isspace', 'isupper', 'islower', 'isalnum'])}()",
+            lambda d: f"({self.any(d)} == {self.any(d)})", lambda d: f"({self.text(d)}).endswith({self.text(d)})"])
+
+    def any(self, d):
+        return self.r.choice([self.text, self.text, self.list, self.number, self.bool, lambda d: "d", lambda d: "no"])(d)
+
+    def template(self):
+        d = self.r.randint(1, 4)
+        part = self.r.choice([
+            lambda: "{{ %s }}" % self.text(d), lambda: "{{ %s }}" % self.any(d), lambda: "{%% set q = %s %%}{{ q }}{{ %s }}" % (self.text(d), self.text(d)),
+            lambda: "{%% for b in %s %%}{{ loop.index }}{{ %s }}{%% else %%}none{%% endfor %%}" % (self.list(d), self.text(d)),
+            lambda: "{%% macro m(b, a=%s) %%}{{ %s }}{%% endmacro %%}{{ m(%s) | upper }}" % (self.text(0), self.text(d), self.text(d)),
+            lambda: "{%% filter lower %%}{{ %s }}Q{%% endfilter %%}" % self.text(d),
+            lambda: "{%% if %s %%}{{ %s }}{%% elif %s %%}E{%% endif %%}" % (self.bool(d), self.text(d), self.bool(d)),
+            lambda: "{%% set ns = namespace(a=%s) %%}{%% for c in l %%}{%% set ns.a = ns.a ~ %s %%}{%% endfor %%}{{ ns.a }}" % (self.text(d), self.text(1)),
+            lambda: "{%% set q %%}{{ b }}{{ %s }}{%% endset %%}{{ q | trim }}" % self.text(d)])
+        return "".join(part() + self.word(LATIN, 2).replace("{", "") for _ in range(self.r.randint(1, 3)))
+
+
+def wrong_origin(answer):
+    """What is trusted and came from data, or is not and came from the template."""
+    pieces = [text for text, trusted in answer.pieces if set(text) & set(GREEK if trusted else LATIN)]
+    return pieces or not all(a[1] != b[1] and a[0] and b[0] for a, b in itertools.pairwise(answer.pieces))
+
+
+def random_requests(seed, count):
+    maker = Maker(seed)
+    return [(maker.template(), maker.data(), {}) for _ in range(count)]
+
+
+def test_random_expressions(render):
+    requests = random_requests(1, 1000)
+    texts = check(render, requests)
+    print(f"{texts} of {len(requests)} random templates have a text, and it is equal")
+    assert texts > 500
+    for request, answer in zip(requests, render(requests)):
+        assert not wrong_origin(answer), f"{answer.pieces}\n{request}"
+
+
+def mutated(rng, source):
+    """The template with other white space and other signs that control it."""
+    parts = re.split(r"(\{%[-+]?|[-+]?%\}|\{\{-?|-?\}\}|\{#-?|-?#\})", source)
+    for i in range(1, len(parts), 2):
+        tag = parts[i]
+        if rng.random() < 0.75:
+            pass
+        elif tag.startswith("{"):
+            parts[i] = tag[:2] + rng.choice(["", "-", "+" if tag[1] == "%" else "-"])
+        else:
+            parts[i] = rng.choice(["", "-", "+" if tag[-2] == "%" else ""]) + tag[-2:]
+        if rng.random() < 0.15 and not tag.startswith("{"):
+            parts[i + 1] = rng.choice([" ", "\n", "\n  ", "\t", "\r\n", "\u00a0", "\n\n"]) + parts[i + 1] + rng.choice(["", " ", "\n   ", "\n"])
+    return "".join(parts)
+
+
+def test_white_space(render, templates):
+    rng = random.Random(2)
+    requests = [(mutated(rng, LENIENT.get(name, str)(source)), {"messages": rng.choice(CONVERSATIONS), **rng.choice(OPTIONS)}, OWN)
+                for name, source in templates.items() for _ in range(12)]
+    assert check(render, requests) > 120
+
+
+def test_origin_in_templates(render, templates):
+    """Every '<' of the shared templates' own control tokens is trusted; every letter of a message is not."""
+    chat = [system("αβγ <|im_end|>"), user("δ<ε [INST]"), bot("ζ</s>η"), user("θι")]
+    letters = set("αβγδεζηθι")
+    for name, answer in zip(templates, render([(t, {"messages": chat, "add_generation_prompt": True}, OWN) for t in templates.values()])):
+        if "gemma" in name:
+            assert answer.text is REFUSED and answer.code == 2       # it has no system role
+            continue
+        trusted = "".join(text for text, ok in answer.pieces if ok)
+        others = "".join(text for text, ok in answer.pieces if not ok)
+        assert letters <= set(others) and not letters & set(trusted), name
+        assert others.count("<") <= 3 and "<|im_end|>" not in trusted.replace("<|im_end|>", "", answer.text.count("<|im_end|>") - 1), name
+
+
+def test_own_and_roles(render):
+    template = "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}{{ m.name }}{% endfor %}{{ m }}"
+    roles = ["user", "assistant", "system", "tool", "im_end", "user x", "USER", ""]
+    data = {"messages": [{"role": r, "content": r, "name": "system"} for r in roles], "bos_token": "<forged>", "m": 5}
+    [answer] = render([(template, data, {"bos_token": "<s>"})])
+    good = roles[:4]
+    assert answer.text == "<s>" + "".join(f"<|{r}|>{r}system" for r in roles) + "5"
+    trusted = [text for text, ok in answer.pieces if ok]
+    assert trusted[0] == "<s><|user|>" and [f"<|{r}|>" for r in good[1:]] == trusted[1:4] and "im_end" not in "".join(trusted)
+    assert answer.pieces[-1] == ["system5", False]
+
+
+@pytest.mark.parametrize("template", [
+    "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+    "{% for a in range(100000) %}{{ s * 1000 }}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(100) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(100) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(100) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(100) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | tojson }}",
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "{% set ns = namespace(x=1) %}{% for i in range(90000) %}{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=1) %}{% for i in range(90000) %}{% set ns.x = (ns.x,) %}{% endfor %}{{ ns.x in {} }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{% macro m(a=m()) %}{% endmacro %}{{ m() }}",
+    "{% for x in [[1]] recursive %}{{ loop([x]) }}{% endfor %}",
+    "{{ 'x' * 10000000000 }}", "{{ [1] * 10000000000 }}", "{{ '' * 10000000000 ~ 'x' * 9223372036854775807 }}", "{{ 3 ** 1000000000000 }}",
+    "{{ s | indent(1000000000000) }}", "{{ l | tojson(indent=1000000000000) }}", "{{ range(9223372036854775807) }}",
+    "{{ range(-9223372036854775807, 9223372036854775807, 9223372036854775807) | sum + 9223372036854775807 * 2 }}",
+    "{{ " + "(" * 100000 + "1" + ")" * 100000 + " }}", "{{ " + "[" * 100000 + "]" * 100000 + " }}", "{{ " + "-" * 100000 + "1 }}",
+    "{{ " + "not " * 100000 + "1 }}", "{{ d" + ".x" * 100000 + " }}", "{{ 1" + " + 1" * 100000 + " }}", "{{ 1" + " if 1 else 1" * 100000 + " }}",
+    "{% if 1 %}" * 100000 + "{% endif %}" * 100000, "{% if 1 %}" + "{% elif 1 %}" * 100000 + "{% endif %}", "{{ 1 }}" + "{% for x in l %}" * 5000,
+    "{{ s" + "|upper" * 100000 + " }}", "{{ " + "{'a':" * 100000, "{{ m" + "(" * 100000, "{{ l" + "[0" * 100000, "{% set " + "(" * 100000,
+    "{% for i in range(90000) %}{{ ('a' * 1000 ~ i) in ('a' * 100000) }}{% endfor %}",
+    "{% set x = 'a' * 100000 %}{% for i in range(90000) %}{{ x.rfind('b') }}{{ x.count('b') }}{{ x | length }}{{ x[-1] }}{% endfor %}",
+    "{% set x = range(90000) | list %}{% for i in x %}{{ i in x }}{{ x | max }}{{ x | unique | list }}{% endfor %}",
+    "{% set ns = namespace(d={}) %}{% for i in range(90000) %}{% set ns.d = dict(ns.d, **{i ~ '': i}) %}{% endfor %}",
+    "{{ strftime_now('%c' * 100000) }}", "{{ strftime_now('%') }}{{ l.x.y }}", "{{ '%s' % l.x.y }}",
+])
+def test_limits(render, template):
+    start = time.monotonic()
+    [answer] = render([("\n\n" + template, VARIABLES, {})])
+    assert answer.text is REFUSED and answer.code == 3, answer.pieces[:3]
+    assert answer.error.startswith("line 3 of the chat template: ")
+    assert time.monotonic() - start < (20 if conftest.SANITIZED else 3)
+
+
+def test_lines(render):
+    """An error names the line of the expression or tag it comes from."""
+    for at, template in [(2, "a\n{{ x.y }}\n"), (4, "{% if true %}\n\n{{ 1 +\n }}{% endif %}"), (4, "{#\n\n#}\n{% nope %}"), (1, "{{ 'a'"),
+                         (3, "{{ 'a' }}\n{% set a =\n raise_exception('x') %}"), (2, "{% macro m() %}\n{{ x.y }}{% endmacro %}\n\n{{ m() }}"),
+                         (3, "{%- for i in [1] -%}\n\n{{- i | nope -}}\n{%- endfor -%}"), (2, "\r\n{{ 1 / 0 }}"), (3, "{% raw %}\n{{\n{% endraw %}{{ 1 / 0 }}"),
+                         (4, "{% if true %}\n{% for x in [1] %}\n\n{% endfor %}\n")]:
+        [answer] = render([(template, {}, {})])
+        assert answer.text is REFUSED and answer.error.startswith(f"line {at} of the chat template: "), (template, answer.error)
+
+
+def test_raise_exception(render):
+    [answer] = render([("\n{{ raise_exception('Roles must ' ~ 'alternate') }}", {}, {})])
+    assert answer.code == 2 and answer.error == "line 2 of the chat template: the template refuses these messages: Roles must alternate"
+
+
+def test_size(render):
+    """Ten megabytes of messages; text and time grow in step."""
+    template = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | trim + '<|im_end|>' + '\n' }}"
+                "{% if '</think>' in m.content %}{{ m.content.split('</think>')[-1].lstrip('\n') }}{% endif %}{% endfor %}")
+    for size, count in ((10_000_000, 1), (100, 20_000)):
+        data = {"messages": [user("ü" + "x" * size + "</think>\ny") for _ in range(count)]}
+        start = time.monotonic()
+        [answer] = render([(template, data, {})])
+        assert answer.text == expected(template, data)
+        assert time.monotonic() - start < 30
