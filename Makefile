@@ -60,7 +60,7 @@ FUZZERS := $(patsubst %.c,$(B)/%,$(filter-out tests/fuzz_main.c,$(wildcard tests
 VENV := build/venv
 PYTHON := $(VENV)/bin/python
 DEFAULT_MODEL := weights/SmolLM2-135M-Instruct.Q4_1.gguf
-SUBMAKE = $(MAKE) --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,-j$(or $(shell nproc 2>/dev/null),1))
+SUBMAKE = $(MAKE) --silent --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),,-j$(or $(shell nproc 2>/dev/null),1))
 # Leaks of memory count as errors; a report ends the program with 99, which no test takes for a refusal.
 export ASAN_OPTIONS ?= exitcode=99:allocator_may_return_null=1
 export UBSAN_OPTIONS ?= exitcode=99:print_stacktrace=1
@@ -88,7 +88,7 @@ test: ## all tests; DATA=DIR names the conformance data, without which some are 
 	@CONFIG=$(config) $(PYTHON) -m pytest tests
 
 test-c: ## the C tests alone: no Python, no network
-	@CC='$(CC)' ./deps.sh build
+	@CC='$(CC)' ./deps.sh build test-c
 	@$(SUBMAKE) programs
 	@for t in $(TESTS); do echo "$$t" && "$$t" || exit 1; done
 
@@ -175,7 +175,7 @@ $(B)/flags: FORCE
 $(VENV)/ready: tests/requirements.txt
 	@echo '  VENV $(VENV)'
 	@python3 -m venv $(VENV)
-	@$(PYTHON) -m pip install -q --no-deps --disable-pip-version-check --retries=2 -r $< || { \
+	@$(PYTHON) -m pip install -qq --no-deps --disable-pip-version-check --retries=2 -r $< || { \
 	    echo 'The Python packages of the tests cannot be installed (no network?); `make test-c` needs none.' >&2; exit 1; }
 	@touch $@
 

@@ -1,9 +1,9 @@
 #!/bin/sh
-# deps.sh - installs what is missing for the tasks named: build, model (obtaining one), test. Prints nothing when all is
+# deps.sh - installs what is missing for the tasks named: build, model (obtaining one), test, test-c. Prints nothing when all is
 # there. On Debian and Ubuntu root gets the packages by apt-get, anybody else the exact line to run; other systems get
 # the list of what is needed. With --check nothing is installed.
 #
-#   CC=gcc ./deps.sh [--check] build [model] [test]
+#   CC=gcc ./deps.sh [--check] TASK...
 
 CC=${CC:-cc}
 log=build/deps.log
@@ -31,9 +31,9 @@ for task in "$@"; do
     model)
         python3 -m pip --version >/dev/null 2>&1 || python3 -c 'import ensurepip' 2>/dev/null ||
             missing="$missing python3-venv" ;;
-    test)
+    test | test-c)
         library cmocka cmocka.h libcmocka-dev
-        python3 -c 'import ensurepip' 2>/dev/null || missing="$missing python3-venv" ;;
+        [ "$task" = test-c ] || python3 -c 'import ensurepip' 2>/dev/null || missing="$missing python3-venv" ;;
     *) echo "deps.sh: unknown task $task" >&2; exit 2 ;;
     esac
 done

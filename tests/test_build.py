@@ -14,11 +14,12 @@ from conftest import BUILD, CONFIG, GEN, ROOT, SANITIZED
 SOURCES = sorted(path.name for path in ROOT.glob("*.c"))
 
 
-def sh(*command, cwd=ROOT, path=None, **env):
-    env = {**os.environ, "LC_ALL": "C", **env, **({"PATH": path} if path else {})}
-    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CFLAGS", "CC"):    # this test may itself run below make
-        if name not in ("CC",) or path is None:
-            env.pop(name, None)
+# This test may itself run below a make whose variables are meant for other builds.
+OF_MAKE = {"MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", "CFLAGS", "CC", "config", "PREFIX", "DESTDIR"}
+
+
+def sh(*command, cwd=ROOT, **env):
+    env = {**{k: v for k, v in os.environ.items() if k not in OF_MAKE}, "LC_ALL": "C", **env}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
@@ -143,7 +144,7 @@ def machine(tmp_path):
             bin.joinpath(name).chmod(0o755)
         work = tmp_path / "work"
         work.mkdir(exist_ok=True)
-        r = sh("/bin/sh", str(ROOT / "deps.sh"), *tasks, cwd=work, path=str(bin), CC="cc")
+        r = sh("/bin/sh", str(ROOT / "deps.sh"), *tasks, cwd=work, PATH=str(bin))
         return r, log.read_text() if log.exists() else ""
     return run
 
@@ -190,7 +191,7 @@ def test_make_without_the_libraries_says_what_to_do(tmp_path):
     bin.mkdir()
     (bin / "cc").write_text('#!/bin/sh\necho "no header" >&2; exit 1\n')
     (bin / "cc").chmod(0o755)
-    r = sh("make", cwd=tree, path=f"{bin}:{os.environ['PATH']}")
+    r = sh("make", cwd=tree, PATH=f"{bin}:{os.environ['PATH']}")
     assert r.returncode != 0 and "libpcre2-dev" in r.stderr and "apt-get install" in r.stderr
     assert "no header" not in r.stderr and not list(tree.glob("build/release/*.o"))
 
