@@ -28,7 +28,6 @@
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include <utf8proc.h>
 
 #define DEFAULT_MODEL "weights/SmolLM2-135M-Instruct.Q4_1.gguf"
 #define MOST_TEXT ((size_t)1 << 30)    /* bytes of a prompt or text */
@@ -232,7 +231,6 @@ static bool choose_context(const struct program *p, int64_t asked, int64_t *ctx,
     const struct model *m = p->model;
     struct kv_usage need;
     uint64_t available = memory_available();
-    bool wide = eo.type_k == KV_F32 || eo.type_v == KV_F32;
     char a[32], b[32];
     human_bytes((double)available, a);
     if (!asked) {
@@ -247,8 +245,8 @@ static bool choose_context(const struct program *p, int64_t asked, int64_t *ctx,
     if (!engine_estimate(m, &eo, &need, e)) return false;
     if (need.bytes_reserved > available)
         return fail(e, GEN_RUN, "a context of %lld tokens needs %zu bytes (%s) for its cache, but %s are available: "
-                                "lower --ctx-size%s", (long long)asked, need.bytes_reserved,
-                    human_bytes((double)need.bytes_reserved, b), a, wide ? ", or use f16 for -ctk and -ctv" : "");
+                                "lower --ctx-size or choose smaller types with -ctk and -ctv", (long long)asked,
+                    need.bytes_reserved, human_bytes((double)need.bytes_reserved, b), a);
     if (asked > m->n_ctx)
         note(p, "warning: the model was made for %d tokens, fewer than --ctx-size %lld", m->n_ctx, (long long)asked);
     return true;
@@ -444,26 +442,6 @@ static bool run_show_prompt(struct program *p, struct error *e)
     return ok && output_write(p->prompt.data, p->prompt.len, e) && (!isatty(STDOUT_FILENO) || output_write("\n", 1, e));
 }
 
-/* Adds text that stays on one line: \n, \t, \\, and \xNN for each byte of other control characters, of Unicode's line
- * separators and of what is not UTF-8. */
-static bool escaped_add(struct bytes *out, struct gguf_str s)
-{
-    bool ok = true;
-    for (size_t i = 0; ok && i < s.len;) {
-        utf8proc_int32_t c = -1;
-        utf8proc_ssize_t n = utf8proc_iterate((const utf8proc_uint8_t *)s.ptr + i, (utf8proc_ssize_t)(s.len - i), &c);
-        bool plain = n > 0 && c >= 0x20 && !(c >= 0x7F && c < 0xA0) && c != 0x2028 && c != 0x2029;
-        if (n < 1) n = 1;
-        if (c == '\n') ok = bytes_add(out, "\\n", 2);
-        else if (c == '\t') ok = bytes_add(out, "\\t", 2);
-        else if (c == '\\') ok = bytes_add(out, "\\\\", 2);
-        else if (plain) ok = bytes_add(out, s.ptr + i, (size_t)n);
-        else for (int k = 0; k < n; k++) ok = ok && bytes_printf(out, "\\x%02X", (unsigned char)s.ptr[i + k]);
-        i += (size_t)n;
-    }
-    return ok;
-}
-
 static bool run_dump_tokens(struct program *p, struct error *e)
 {
     struct bytes out = { 0 };
@@ -471,7 +449,7 @@ static bool run_dump_tokens(struct program *p, struct error *e)
     for (size_t i = 0; ok && i < p->tokens.len; i++) {
         int32_t id = p->tokens.data[i];
         struct gguf_str text = tokenizer_piece(p->tokenizer, id, true);
-        ok = (bytes_printf(&out, "%d\t", id) && escaped_add(&out, text) && bytes_add(&out, "\n", 1))
+        ok = (bytes_printf(&out, "%d\t", id) && escaped_add(&out, text.ptr, text.len) && bytes_add(&out, "\n", 1))
           || fail(e, GEN_RUN, "cannot allocate memory for the tokens");
         if (ok && (out.len > 1 << 16 || i + 1 == p->tokens.len)) ok = output_write(out.data, out.len, e), out.len = 0;
     }

@@ -215,18 +215,17 @@ static bool run_lines(struct bytes *out, const struct model *m, int64_t ctx, uin
                            gguf_tensor_count(m->file));
     ok = ok && bytes_printf(out, "memory   %s available\n", human_bytes((double)available, a));
     ok = ok && bytes_printf(out, "context  %lld tokens (the model's: %d)\n", (long long)ctx, m->n_ctx);
-    if (m->head_k == m->head_v)
-        ok = ok
-          && bytes_printf(out, "cache    2 * layers %d * KV heads %d * head size %d * tokens %lld * bytes of type\n",
-                          m->n_layer, m->n_kv, m->head_k, (long long)ctx);
-    else
-        ok = ok
-          && bytes_printf(out, "cache    layers %d * KV heads %d * (key size %d * its bytes + value size %d * its "
-                               "bytes) * tokens %lld\n", m->n_layer, m->n_kv, m->head_k, m->head_v, (long long)ctx);
+    ok = ok && bytes_printf(out, "cache    ");
+    if (ok && m->head_k == m->head_v)
+        ok = bytes_printf(out, "2 * layers %d * KV heads %d * head size %d * tokens %lld * bytes of type "
+                               "with scales\n", m->n_layer, m->n_kv, m->head_k, (long long)ctx);
+    else if (ok)
+        ok = bytes_printf(out, "layers %d * KV heads %d * (key size %d * its bytes + value size %d * its bytes) "
+                               "* tokens %lld\n", m->n_layer, m->n_kv, m->head_k, m->head_v, (long long)ctx);
     for (int i = 0; ok && i < n; i++) {
         human_bytes((double)s[i].formula, a);
         human_bytes((double)s[i].usage.bytes_reserved, b);
-        ok = bytes_printf(out, "  -ctk %s -ctv %s  %llu bytes (%s), reserved %zu (%s); at most %lld tokens fit\n",
+        ok = bytes_printf(out, "  -ctk %-4s -ctv %-4s  %llu bytes (%s), reserved %zu (%s); at most %lld tokens fit\n",
                           kv_type_name(s[i].k), kv_type_name(s[i].v), (unsigned long long)s[i].formula, a,
                           s[i].usage.bytes_reserved, b, (long long)s[i].largest);
     }

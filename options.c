@@ -106,8 +106,10 @@ const struct option_row option_table[] = {
       "How the cache lies in memory; results never depend on it." },
     { GROUP_CACHE, "page-size", 0, "N", "32", OPT_INT, 32, 1 << 20, AT(page_size), 0, 0,
       "Tokens in a page of the paged layout, a multiple of 32." },
-    { GROUP_CACHE, "ctk", 0, "f32|f16|bf16|fp8|int8|int4", "f16", OPT_CHOICE, 0, 0, AT(type_k), 0, 0, "Type of the cached keys." },
-    { GROUP_CACHE, "ctv", 0, "f32|f16|bf16|fp8|int8|int4", "f16", OPT_CHOICE, 0, 0, AT(type_v), 0, 0, "Type of the cached values." },
+    { GROUP_CACHE, "ctk", 0, "f32|f16|bf16|fp8|int8|int4", "f16", OPT_CHOICE, 0, 0, AT(type_k), 0, 0,
+      "Type of the cached keys." },
+    { GROUP_CACHE, "ctv", 0, "f32|f16|bf16|fp8|int8|int4", "f16", OPT_CHOICE, 0, 0, AT(type_v), 0, 0,
+      "Type of the cached values." },
     { GROUP_CACHE, "no-kv-cache", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_kv_cache), 0, 0,
       "Compute the whole text again for each token: the slow baseline, with the same results." },
 
@@ -359,6 +361,9 @@ static bool set(struct options *o, const struct option_row *row, const char *val
 {
     char name[40], other[40], takes[160];
     bool memory = true;
+    if (!row->arg && value) return fail(e, GEN_USAGE, "%s takes no value, but is given one", option_display(row, name));
+    if (row->arg && row->arg[0] != '[' && !value)
+        return fail(e, GEN_USAGE, "%s needs a value: %s", option_display(row, name), option_takes(row, takes));
     if (row->kind == OPT_MODE && row->mode < MODE_HELP && o->mode != MODE_GENERATE && o->mode != row->mode)
         return fail(e, GEN_USAGE, "%s and %s exclude each other", option_display(row_of_mode(o->mode), other),
                     option_display(row, name));
@@ -397,15 +402,20 @@ static const struct option_row *match(const char *word, const char **value)
 static bool take_option(struct options *o, int argc, char **argv, int *i, struct error *e)
 {
     const char *word = argv[*i], *value;
-    char name[40], takes[160];
     const struct option_row *row = match(word, &value);
     if (!row) return unknown(word, e);
-    if (!row->arg && value)
-        return fail(e, GEN_USAGE, "%s takes no value, but '%s' gives one", option_display(row, name), word);
     bool may_lack = row->arg && row->arg[0] == '[';
     if (row->arg && !value && *i + 1 < argc && !(may_lack && argv[*i + 1][0] == '-')) value = argv[++*i];
-    if (row->arg && !value && !may_lack)
-        return fail(e, GEN_USAGE, "%s needs a value: %s", option_display(row, name), option_takes(row, takes));
+    return set(o, row, value, e);
+}
+
+bool options_set(struct options *o, const char *name, const char *value, struct error *e)
+{
+    const struct option_row *row = name[0] && !name[1] ? row_of_letter(name[0]) : row_of(name, strlen(name));
+    char display[40];
+    if (!row) return unknown(name, e);
+    if (row->kind == OPT_MODE)
+        return fail(e, GEN_USAGE, "%s is possible on the command line only", option_display(row, display));
     return set(o, row, value, e);
 }
 

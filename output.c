@@ -50,6 +50,24 @@ bool visible_add(struct bytes *out, const char *text, size_t n)
     return true;
 }
 
+bool escaped_add(struct bytes *out, const char *text, size_t n)
+{
+    bool ok = true;
+    for (size_t i = 0; ok && i < n;) {
+        utf8proc_int32_t c = -1;
+        utf8proc_ssize_t size = utf8proc_iterate((const utf8proc_uint8_t *)text + i, (utf8proc_ssize_t)(n - i), &c);
+        bool plain = size > 0 && c >= 0x20 && !(c >= 0x7F && c < 0xA0) && c != 0x2028 && c != 0x2029;
+        if (size < 1) size = 1;
+        if (c == '\n') ok = bytes_add(out, "\\n", 2);
+        else if (c == '\t') ok = bytes_add(out, "\\t", 2);
+        else if (c == '\\') ok = bytes_add(out, "\\\\", 2);
+        else if (plain) ok = bytes_add(out, text + i, (size_t)size);
+        else for (int k = 0; k < size; k++) ok = ok && bytes_printf(out, "\\x%02X", (unsigned char)text[i + k]);
+        i += (size_t)size;
+    }
+    return ok;
+}
+
 /* One stop string. After each byte of the text, `state` is the length of the longest beginning of the stop string that
  * the text ends with. */
 struct matcher {

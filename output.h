@@ -14,6 +14,10 @@ bool output_write(const void *data, size_t n, struct error *e);
 /* Adds UTF-8 text with control characters other than tab and line end shown as ^[ (ESC), ^? (DEL) and M-^[ (C1). */
 bool visible_add(struct bytes *out, const char *text, size_t n);
 
+/* Adds any bytes as text that stays on one line: \n, \t, \\, and \xNN for each byte of other control characters, of
+ * Unicode's line separators and of what is not UTF-8. */
+bool escaped_add(struct bytes *out, const char *text, size_t n);
+
 struct stream;
 
 struct stream_options {

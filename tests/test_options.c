@@ -166,12 +166,33 @@ static void values_that_repeat(void **state)
     assert_int_equal(code("--stop", "", NULL), GEN_USAGE);
 }
 
+/* One option at a time, as a chat command or a batch line gives it. */
+static void set_by_name(void **state)
+{
+    (void)state;
+    struct options o;
+    struct error e;
+    assert_int_equal(parse(&o, &e, NULL, NULL, NULL), GEN_OK);
+    assert_true(options_set(&o, "temp", "0.25", &e) && o.sampling.temperature == 0.25f && options_given(&o, "temp"));
+    assert_true(options_set(&o, "n", "7", &e) && o.predict == 7);
+    assert_true(options_set(&o, "ignore-eos", NULL, &e) && o.ignore_eos);
+    const char *bad[][2] = { { "temp", NULL }, { "temp", "x" }, { "tem", "1" }, { "", "1" }, { "help", NULL },
+                             { "perplexity", "f" }, { "ignore-eos", "1" }, { "--temp", "1" } };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        e = (struct error){ 0 };
+        assert_false(options_set(&o, bad[i][0], bad[i][1], &e));
+        assert_true(e.code == GEN_USAGE && e.text[0]);
+    }
+    assert_true(o.sampling.temperature == 0.25f);
+    options_free(&o);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(names_are_unique), cmocka_unit_test(presets_are_the_samplers), cmocka_unit_test(bounds),
         cmocka_unit_test(nothing_is_abbreviated), cmocka_unit_test(forms_of_an_option),
-        cmocka_unit_test(values_that_repeat),
+        cmocka_unit_test(values_that_repeat), cmocka_unit_test(set_by_name),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
