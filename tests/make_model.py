@@ -3,10 +3,9 @@
     make_model.py OUT [--arch A] [--weight TYPE] [--heads N] [--kv-heads N] [--head-k N] [--head-v N] [--layers N] ...
     make_model.py OUT --chain 'abcd!'          after ":" it says abcd! and then the end-of-text token
 
-The vocabulary is the 256 bytes (ids BYTE0 .. BYTE0 + 255) after six control tokens, so a text's ids are known without a tokenizer.
-
-Weights are scaled so that the numbers behave as in a trained model: normed activations, attention scores of standard deviation 2 (neither
-uniform nor one-hot), logits of standard deviation 2.5. Norm weights lie around 1.
+The vocabulary is the 256 bytes (ids BYTE0 .. BYTE0 + 255) after six control tokens, so a text's ids are known without a
+tokenizer. Weights are scaled so that the numbers behave as in a trained model: attention scores of standard deviation 2
+(neither uniform nor one-hot), logits of standard deviation 2.5. Norm weights lie around 1.
 """
 import argparse
 
@@ -20,10 +19,10 @@ ARCHITECTURES = "llama qwen2 qwen3 phi3 gemma2 gemma3".split()
 FLOAT_TYPES = "F32 F16 BF16".split()
 WEIGHT_TYPES = FLOAT_TYPES + "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()
 
-# Where a block of a type that the gguf package cannot quantise keeps its half-precision scale and (if it has one) the scale of
-# its minima, as indices of 16-bit words; and the ratio of the two that makes the mean weight zero.
-SCALES = {"Q2_K": (40, 41, 1.5), "Q3_K": (54, None, 0), "Q4_K": (0, 1, 7.5), "Q5_K": (0, 1, 15.5), "Q6_K": (104, None, 0),
-          "IQ4_NL": (0, None, 0), "IQ4_XS": (0, None, 0)}
+# Where a block of a type that the gguf package cannot quantise keeps its half-precision scale and (if it has one) the
+# scale of its minima, as indices of 16-bit words; and the ratio of the two that makes the mean weight zero.
+SCALES = {"Q2_K": (40, 41, 1.5), "Q3_K": (54, None, 0), "Q4_K": (0, 1, 7.5), "Q5_K": (0, 1, 15.5),
+          "Q6_K": (104, None, 0), "IQ4_NL": (0, None, 0), "IQ4_XS": (0, None, 0)}
 
 
 def ids_of(text):
@@ -111,12 +110,13 @@ class Writer(gguf.GGUFWriter):
         self.close()
 
 
-def random_model(path, arch="llama", weight="F32", out_weight=None, heads=4, kv_heads=2, head_k=64, head_v=None, layers=2, embd=256,
-                 ff=256, ctx=4096, tied=False, bias=False, qk=1.4, window=0, n_rot=0, rope_base=10000.0, rope=None, rope_freqs=None,
-                 long_factors=None, attn_factor=1.0, caps=(0.0, 0.0), vocab="bytes", bos=False, seed=1, copy_embd=False):
-    """`weight` is the type of all matrices, `out_weight` of embedding and output where it differs. rope: (scaling type, factor, original
-    context). rope_freqs: a number or one divisor per pair. long_factors: (short, long) of phi3. caps: of scores and logits.
-    copy_embd: output.weight is a byte copy of token_embd.weight."""
+def random_model(path, arch="llama", weight="F32", out_weight=None, heads=4, kv_heads=2, head_k=64, head_v=None,
+                 layers=2, embd=256, ff=256, ctx=4096, tied=False, bias=False, qk=1.4, window=0, n_rot=0,
+                 rope_base=10000.0, rope=None, rope_freqs=None, long_factors=None, attn_factor=1.0, caps=(0.0, 0.0),
+                 vocab="bytes", bos=False, seed=1, copy_embd=False):
+    """`weight` is the type of all matrices, `out_weight` of embedding and output where it differs. rope: (scaling type,
+    factor, original context). rope_freqs: a number or one divisor per pair. long_factors: (short, long) of phi3. caps:
+    of scores and logits. copy_embd: output.weight is a byte copy of token_embd.weight."""
     head_v = head_v or head_k
     gemma, qk_norm = arch.startswith("gemma"), arch in ("qwen3", "gemma3")
     w = Writer(path, arch, seed, vocab, bos)
@@ -204,8 +204,9 @@ def chain_model(path, text="abcd!", start=":", ctx=4096):
     w.add_tensor("output_norm.weight", np.ones(embd, np.float32))
     for name in "attn_norm", "ffn_norm":
         w.add_tensor(f"blk.0.{name}.weight", np.ones(embd, np.float32))
-    for name, rows, columns in (("attn_q", embd, embd), ("attn_k", 32, embd), ("attn_v", 32, embd), ("attn_output", embd, embd),
-                                ("ffn_gate", 32, embd), ("ffn_up", 32, embd), ("ffn_down", embd, 32)):
+    for name, rows, columns in (("attn_q", embd, embd), ("attn_k", 32, embd), ("attn_v", 32, embd),
+                                ("attn_output", embd, embd), ("ffn_gate", 32, embd), ("ffn_up", 32, embd),
+                                ("ffn_down", embd, 32)):
         w.add_tensor(f"blk.0.{name}.weight", np.zeros((rows, columns), np.float32))
     w.finish()
     return path
@@ -217,8 +218,8 @@ def main():
     p.add_argument("--chain", metavar="TEXT")
     p.add_argument("--arch", choices=ARCHITECTURES, default="llama")
     p.add_argument("--weight", choices=WEIGHT_TYPES, default="F32")
-    for name, default in (("heads", 4), ("kv-heads", 2), ("head-k", 64), ("head-v", 0), ("layers", 2), ("embd", 256), ("ff", 256),
-                          ("ctx", 4096), ("window", 0), ("seed", 1)):
+    for name, default in (("heads", 4), ("kv-heads", 2), ("head-k", 64), ("head-v", 0), ("layers", 2), ("embd", 256),
+                          ("ff", 256), ("ctx", 4096), ("window", 0), ("seed", 1)):
         p.add_argument(f"--{name}", type=int, default=default)
     p.add_argument("--tied", action="store_true")
     p.add_argument("--bos", action="store_true")

@@ -1,31 +1,35 @@
 """oracle.py - a readable NumPy forward pass over the tensors of a GGUF file: what the logits of a model are.
 
-Tensors are dequantised by the `gguf` package, every product is a plain matrix product of floats (float64 unless told
-otherwise), and a text is one causal pass without a cache. Two options imitate, one by one, what an engine rounds on purpose:
+Tensors are dequantised by the `gguf` package, every product is a plain matrix product of floats (float64 unless
+told otherwise), and a text is one causal pass without a cache. Two options imitate, one by one, what an engine rounds
+on purpose:
 
     int8=True   activations in front of a quantised matrix are rounded to int8 in blocks of 32 (see `quantise`)
     kv="f16"    keys (after RoPE) and values are rounded to half precision, as a cache of that type holds them
 
 Facts about the architectures, each read in llama.cpp's sources (src/models/NAME.cpp, src/llama-model.cpp, ggml's rope):
 
-    all      RMS norm x / sqrt(mean(x^2) + eps) * w; head sizes from attention.key_length / value_length, else n_embd / n_head;
-             output.weight, or token_embd.weight where it is missing; scores times 1 / sqrt(key head size).
-    llama    RoPE turns neighbours (2i, 2i+1); the frequency of pair i is divided by rope_freqs.weight[i]; biases on q, k, v and
-             attn_output where present; attention.sliding_window is not read (Mistral's files carry it).
-    qwen2    as all following ones RoPE turns halves (i, i + n/2); biases on q, k, v.
+    all      RMS norm x / sqrt(mean(x^2) + eps) * w; head sizes from attention.key_length and value_length, else
+             n_embd / n_head; output.weight, or token_embd.weight where it is missing; scores times
+             1 / sqrt(key head size).
+    llama    RoPE turns neighbours (2i, 2i+1); the frequency of pair i is divided by rope_freqs.weight[i]; biases on
+             q, k, v and attn_output where present; attention.sliding_window is not read (Mistral's files carry it).
+    qwen2    here and below RoPE turns halves (i, i + n/2); biases on q, k, v.
     qwen3    each query and key head is RMS-normed before RoPE.
-    phi3     attn_qkv holds q, k, v one after the other, ffn_up holds gate then up. Factors of the frequencies come from
-             rope_factors_long.weight where the context in use exceeds rope.scaling.original_context_length (else the
-             model's context length), from rope_factors_short.weight otherwise; cos and sin times rope.scaling.attn_factor.
-             A window holds in all layers (llama.cpp reads the key but does not apply it; here it is applied).
-    gemma2   embeddings times sqrt(n_embd); outputs of attention and feed-forward are normed before they are added; GELU (tanh
-             form); scores capped by 50 and logits by 30 (keys override); the window, 4096 if not given, holds in layers 0, 2, 4, ..;
-             a file of 46 layers (27B) scales scores by 1 / sqrt(n_embd / n_head).
+    phi3     attn_qkv holds q, k, v one after the other, ffn_up holds gate then up. Frequencies are divided by
+             rope_factors_long.weight where the context in use exceeds rope.scaling.original_context_length (the
+             model's context if not given), else by rope_factors_short.weight; cos and sin are multiplied by
+             rope.scaling.attn_factor. A window holds in all layers (llama.cpp reads the key but does not apply it;
+             here it is applied).
+    gemma2   embeddings times sqrt(n_embd); outputs of attention and feed-forward are normed before they are added;
+             GELU in the tanh form; scores capped by 50 and logits by 30 (keys override); the window, 4096 if not
+             given, holds in layers 0, 2, 4, ..; 46 layers (27B) scale scores by 1 / sqrt(n_embd / n_head).
     gemma3   as gemma2 without caps, with q and k norms; of six layers the first five are local and have the RoPE base
-             rope.freq_base_swa, 10000 if not given, and no scaling; without a window all layers are global; 62 layers are the 27B.
+             rope.freq_base_swa, 10000 if not given, and no scaling; without a window all layers are global; 62
+             layers are the 27B.
     window   query i sees keys j with i - j < window.
-    scaling  linear: positions divided by the factor. No type means linear. yarn: per pair a mix of the divided and the plain
-             frequency, cos and sin times 1 + 0.1 ln(factor), and times attn_factor.
+    scaling  linear: positions divided by the factor; no type means linear. yarn: per pair a mix of the divided and the
+             plain frequency; cos and sin times 1 + 0.1 ln(factor), and times attn_factor.
 """
 import math
 import struct
@@ -66,8 +70,8 @@ def log_softmax(x):
 
 
 class Oracle:
-    """A model in a GGUF file. `ctx` is the context in use (it chooses phi3's factors); rope_base and rope_scale override the
-    file's base and linear factor, as --rope-freq-base and --rope-scale do."""
+    """A model in a GGUF file. `ctx` is the context in use (it chooses phi3's factors); rope_base and rope_scale
+    override the file's base and linear factor, as --rope-freq-base and --rope-scale do."""
 
     def __init__(self, path, dtype=np.float64, ctx=0, int8=False, kv="f32", rope_base=0.0, rope_scale=0.0):
         self.reader = gguf.GGUFReader(path)
@@ -105,9 +109,10 @@ class Oracle:
         pattern = self.key("attention.sliding_window_pattern", period or 0)
         if isinstance(pattern, list):
             return window, [bool(window and p) for p in pattern]
-        return window, [bool(window) and (pattern <= 1 or i % pattern < pattern - 1) for i in range(self.n_layer)]
+        is_local = lambda i: bool(window) and (pattern <= 1 or i % pattern < pattern - 1)
+        return window, [is_local(i) for i in range(self.n_layer)]
 
-    # ---- RoPE ---------------------------------------------------------------------------------------------------------
+    # ---- RoPE
 
     def find_rope(self, ctx, base_override, scale_override):
         """Radians per position of each pair, in global and in local layers, and the magnitude of cos and sin."""
@@ -163,7 +168,7 @@ class Oracle:
         out[..., second] = x[..., first] * sin + x[..., second] * cos
         return out
 
-    # ---- tensors ------------------------------------------------------------------------------------------------------
+    # ---- tensors
 
     def weight(self, name):
         """The tensor as floats, [rows][columns]; None where the file has none."""
@@ -184,7 +189,7 @@ class Oracle:
         bias = self.vector(f"blk.{layer}.{name}.bias")
         return y if bias is None else y + bias
 
-    # ---- the forward pass -----------------------------------------------------------------------------------------------
+    # ---- the forward pass
 
     def heads(self, x, n, size):
         return x.reshape(len(x), n, size).transpose(1, 0, 2)
@@ -195,7 +200,8 @@ class Oracle:
             q, k, v = np.split(self.project(x, layer, "attn_qkv"), np.cumsum(sizes)[:2], axis=1)
         else:
             q, k, v = (self.project(x, layer, name) for name in ("attn_q", "attn_k", "attn_v"))
-        q, k, v = self.heads(q, self.n_head, self.head_k), self.heads(k, self.n_kv, self.head_k), self.heads(v, self.n_kv, self.head_v)
+        q, k, v = (self.heads(x, n, size) for x, n, size in ((q, self.n_head, self.head_k), (k, self.n_kv, self.head_k),
+                                                             (v, self.n_kv, self.head_v)))
         if self.arch in ("qwen3", "gemma3"):
             q = rms_norm(q, self.vector(f"blk.{layer}.attn_q_norm.weight"), self.eps)
             k = rms_norm(k, self.vector(f"blk.{layer}.attn_k_norm.weight"), self.eps)
@@ -245,8 +251,9 @@ class Oracle:
 
 
 def windows(tokens, n_ctx, chunks, bos=None):
-    """llama-perplexity's method: consecutive windows of n_ctx tokens (the first of each replaced by `bos` where the model
-    wants one), of which the second half is scored. Yields (window, first scored row, the tokens those rows predict)."""
+    """llama-perplexity's method: consecutive windows of n_ctx tokens (the first of each replaced by `bos` where the
+    model wants one), of which the second half is scored. Yields (window, first scored row, the tokens
+    that those rows predict)."""
     first = n_ctx // 2
     for i in range(min(chunks, len(tokens) // n_ctx)):
         w = list(tokens[i * n_ctx:(i + 1) * n_ctx])
@@ -266,8 +273,8 @@ def kl_divergence(base, other):
 
 
 def read_log_probs(path):
-    """A file written by gen --save-logits (layout: measure.c): token windows [windows][w] as the model got them, log-probabilities of the
-    scored rows [windows][rows][n_vocab], rows w/2 to w-2 of each window."""
+    """A file written by gen --save-logits (layout: measure.c): token windows [windows][w] as the model got them, and
+    log-probabilities of the scored rows [windows][rows][n_vocab], rows w/2 to w-2 of each window."""
     with open(path, "rb") as f:
         magic, n_vocab, w, n, _ = struct.unpack("<8sIIQQ", f.read(32))
         assert magic == b"GENLOGP\1", path
