@@ -1,6 +1,8 @@
 /* answer.c - the decode loop. */
 #include "answer.h"
 
+#include "lookup.h"
+
 #include <stdlib.h>
 
 bool answer_reserve(const struct answer *a, struct ids *tokens, struct error *e)
@@ -15,17 +17,37 @@ bool answer_reserve(const struct answer *a, struct ids *tokens, struct error *e)
     return true;
 }
 
-bool answer_run(struct answer *a, struct ids *tokens, struct error *e)
+/* A draft: history[begin..begin + count) was computed ahead, as a guess of what will be chosen there. */
+struct draft { struct lookup lookup; int64_t begin; int count; };
+
+/* The logits after the last token, whose position follows those that are computed; NULL after filling *e. */
+static const float *compute(struct answer *a, const struct ids *tokens, struct draft *d, struct error *e)
+{
+    struct sequence *s = a->sequence;
+    int64_t pos = (int64_t)tokens->len - 1, room = engine_ctx(a->engine) - pos - 1;
+    int32_t batch[EXTEND_ROWS] = { tokens->data[pos] };
+    if (!a->lookup) return engine_step(a->engine, &s, batch, 1, e) ? sequence_logits(s) : NULL;
+    if (pos < sequence_length(s) && sequence_tokens(s)[pos] == batch[0]) return sequence_logits_at(s, pos);
+    if (d->count) lookup_learn(&d->lookup, d->count, (int)(pos - d->begin));
+    sequence_cut(s, pos);
+    d->begin = pos + 1;
+    d->count = lookup_draft(&d->lookup, tokens->data, tokens->len, room < LOOKUP_MOST ? (int)room : LOOKUP_MOST, batch + 1);
+    return sequence_extend(s, batch, 1 + d->count, e) ? sequence_logits_at(s, pos) : NULL;
+}
+
+static bool loop(struct answer *a, struct ids *tokens, int64_t *used, struct error *e)
 {
     bool stopped = false;
+    struct draft draft = { 0 };
+    const float *logits = sequence_logits(a->sequence);
     for (size_t index = 0; a->limit < 0 || (int64_t)index < a->limit; index++) {
         if (a->stop && *a->stop) return a->finish_reason = NULL, true;
         if (index > 0) {               /* the token before this one takes the next position */
             if ((int64_t)tokens->len > engine_ctx(a->engine)) return a->finish_reason = "context", true;
-            if (!engine_step(a->engine, &a->sequence, &tokens->data[tokens->len - 1], 1, e)) return false;
+            if (!(logits = compute(a, tokens, &draft, e))) return false;
             a->steps++;
         }
-        const float *logits = sequence_logits(a->sequence);
+        *used = (int64_t)tokens->len;
         int32_t id = sampler_pick(a->sampler, logits, tokens->len, tokens->data, tokens->len, e);
         if (id < 0) return false;
         if (!a->ignore_end && tokenizer_is_end(a->tokenizer, id)) return a->finish_reason = "stop", true;
@@ -35,4 +57,12 @@ bool answer_run(struct answer *a, struct ids *tokens, struct error *e)
     }
     a->finish_reason = a->stop && *a->stop ? NULL : "length";
     return true;
+}
+
+bool answer_run(struct answer *a, struct ids *tokens, struct error *e)
+{
+    int64_t used = (int64_t)tokens->len;
+    bool ok = loop(a, tokens, &used, e);
+    sequence_cut(a->sequence, used);   /* without drafts that nobody asked for: the last logits are those last chosen by */
+    return ok;
 }

@@ -13,6 +13,7 @@ struct answer {
     const struct tokenizer *tokenizer;
     int64_t limit;                     /* tokens at most; negative = no limit */
     bool ignore_end;                   /* go on past the tokens that end a text */
+    bool lookup;                       /* drafts from the text so far are verified several tokens at a time: the same bits */
     const volatile int *stop;          /* non-zero ends the answer; may be NULL */
     /* Takes the index-th token of the answer, with the logits that it was chosen by; *stopped = true ends the answer
      * with it. false ends the run (the error is the callee's). */

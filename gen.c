@@ -207,7 +207,8 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
 {
     return (struct engine_options){
         .ctx = ctx, .batch = p->o.batch, .threads = p->o.threads, .max_sequences = 1, .layout = p->o.layout,
-        .page_size = p->o.page_size, .type_k = p->o.type_k, .type_v = p->o.type_v, .cache = !p->o.no_kv_cache,
+        .page_size = p->o.page_size, .type_k = p->o.type_k, .type_v = p->o.type_v, .window = p->o.window,
+        .sinks = p->o.sinks, .cache = !p->o.no_kv_cache,
         .progress = progress,
     };
 }
@@ -258,6 +259,10 @@ static bool open_engine(struct program *p, int64_t ctx, struct error *e)
     char a[32];
     if (!engine_open(&p->engine, p->model, &eo, e)) return false;
     progress("loading", 1);
+    if (kv_sealed(eo.type_k) || kv_sealed(eo.type_v))
+        note(p, "the cache is approximate: keys %s, values %s", kv_type_name(eo.type_k), kv_type_name(eo.type_v));
+    if (eo.window)
+        note(p, "the cache is approximate: the last %d tokens and the first %d are kept", eo.window, eo.sinks);
     const struct backend *b = engine_backend(p->engine);
     p->result.load_s = now_seconds() - p->begun;
     if (p->o.verbose) {
@@ -336,7 +341,7 @@ static bool take(void *user, int32_t id, size_t index, const float *logits, bool
 static bool decode(struct program *p, struct error *e)
 {
     struct answer a = { .sequence = p->sequence, .engine = p->engine, .sampler = p->sampler, .tokenizer = p->tokenizer,
-                        .limit = p->o.predict, .ignore_end = p->o.ignore_eos, .stop = &stop_now, .take = take,
+                        .limit = p->o.predict, .ignore_end = p->o.ignore_eos, .lookup = p->o.lookup, .stop = &stop_now, .take = take,
                         .user = p };
     bool ok = answer_reserve(&a, &p->tokens, e) && answer_run(&a, &p->tokens, e);
     p->result.finish_reason = a.finish_reason;
@@ -408,7 +413,7 @@ static bool run_generate(struct program *p, struct error *e)
     if (p->n_prompt == 0)
         return fail(e, GEN_USAGE, "the prompt is empty, and no start token stands in for it: give some text with -p");
     if (!open_model(p, p->o.ctx, e) || !choose_context(p, p->o.ctx, &ctx, e)) return false;
-    if ((int64_t)p->n_prompt > ctx)
+    if ((int64_t)p->n_prompt > ctx && !p->o.window)
         return fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: raise --ctx-size or shorten "
                                   "the prompt", p->n_prompt, (long long)ctx);
     if (!prepare(p, e) || !open_engine(p, ctx, e)) return false;

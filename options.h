@@ -74,11 +74,11 @@ struct options {
     /* generation */
     int64_t predict, ctx;
     struct texts stops;
-    bool ignore_eos, display_prompt;
+    bool ignore_eos, display_prompt, lookup;
     int64_t seed;                      /* -1 = random */
     struct sampler_options sampling;   /* .seed is not set; .bias belongs to these options */
     /* cache */
-    int layout, page_size, type_k, type_v;
+    int layout, page_size, type_k, type_v, window, sinks;
     bool no_kv_cache;
     /* output */
     bool json, quiet, verbose;
