@@ -4,17 +4,17 @@ import re
 import pytest
 from conftest import ROOT
 
-# Which project headers a unit (NAME.h, NAME.c, NAME_*.c and so on together) may include beside its own and base.h, which
-# all may.
+# Which project headers a unit (NAME.h, NAME.c, NAME_*.c and so on together) may include beside its own and base.h,
+# which all may.
 MAY_INCLUDE = {
     # the program
-    "gen": "answer engine batch bench chat measure model sampler tokenizer gguf inspect lookup memory options output probe usage",
+    "gen": "answer batch bench chat engine gguf input inspect lookup measure memory model options output probe sampler"
+           " tokenizer usage",
     "usage": "options",
     "output": "options tokenizer",
     "options": "sampler",
     # what it does
-    "answer": "engine sampler tokenizer",
-    "line": "utf8",
+    "answer": "engine lookup sampler tokenizer",
     "inspect": "engine gguf batch json memory output",
     "measure": "engine tokenizer json",
     "bench": "engine json memory probe quant",
@@ -22,9 +22,11 @@ MAY_INCLUDE = {
     "chat": "answer engine gguf jinja json line options output sampler tokenizer",
     "engine": "model kvcache kvstore backend lookup",
     # its parts
+    "input": "",
     "jinja": "",
     "json": "",
     "sampler": "",
+    "line": "utf8",
     "lookup": "",
     "memory": "",
     "probe": "kernels threads",
