@@ -5,7 +5,7 @@
 #include <cpuid.h>
 #include <string.h>
 
-/* ---- the processor ------------------------------------------------------------------------------------------------ */
+/* ---- the processor ----------------------------------------------------------------------------------------------- */
 
 struct cpuid { unsigned a, b, c, d; };
 
@@ -39,7 +39,7 @@ bool cpu_has_avx512(void)
     return cpu_has_avx2() && system_saves(0xE6) && (cpuid(7, 0).b & need) == need && cpuid(7, 0).c & bit_AVX512VNNI;
 }
 
-/* ---- the tables --------------------------------------------------------------------------------------------------- */
+/* ---- the tables -------------------------------------------------------------------------------------------------- */
 
 extern const struct kernels kernels_generic, kernels_avx2, kernels_avxvnni, kernels_avx512;
 
@@ -58,12 +58,14 @@ const struct kernels *kernels_choose(const char *name, struct error *e)
         }
         if (works) bytes_printf(&usable, "%s%s", usable.len ? ", " : "", k->name);
         if (name && !strcmp(name, k->name)) {
-            fail(e, GEN_USAGE, "GEN_ISA=%s asks for instructions that this processor lacks; unset it to use the best it has", name);
+            fail(e, GEN_USAGE, "GEN_ISA=%s needs instructions that this processor lacks; unset it to get the best",
+                 name);
             bytes_free(&usable);
             return NULL;
         }
     }
-    fail(e, GEN_USAGE, "GEN_ISA=%s is not an instruction set; this processor can use %s", name, usable.data ? usable.data : "none");
+    fail(e, GEN_USAGE, "GEN_ISA=%s is not an instruction set; this processor can use %s", name,
+         usable.data ? usable.data : "none");
     bytes_free(&usable);
     return NULL;
 }

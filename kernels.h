@@ -21,8 +21,8 @@
 #include "model.h"
 #include "quant.h"
 
-/* 32 activations as integers: a value is d * q. `all` and `upper` are sums of q over the whole block and over its upper half, each
- * for the columns 0, 1 (mod 4) and 2, 3 (mod 4). */
+/* 32 activations as integers: a value is d * q. `all` and `upper` are sums of q over the whole block and over its upper
+ * half, each for the columns 0, 1 (mod 4) and 2, 3 (mod 4). */
 struct act_block {
     float d;                           /* largest magnitude / 127 */
     float s;                           /* d * (sum of q) */
@@ -80,8 +80,8 @@ struct kernels {
     /* out[cols] = row r of w in floats, the same bits as the scalar dequantiser. */
     void (*row)(const struct weight *w, int64_t r, float *out);
 
-    /* Quantises row t of x: fills row t of b from f. A block whose largest magnitude is below 127 * 2^-126 becomes zero; one
-     * with an infinity or a NaN gets d = s = NaN, which reaches every output. */
+    /* Quantises row t of x: fills row t of b from f. A block whose largest magnitude is below 127 * 2^-126 becomes zero;
+     * one with an infinity or a NaN gets d = s = NaN, which reaches every output. */
     void (*quantise)(const struct acts *x, int t);
     /* y[(t - t0) * ld + (r - row0)] = W[r] . x[t] for rows [row0, row1) and tokens [t0, t1). `scratch` has scratch_bytes(w). */
     void (*matmul)(const struct weight *w, int64_t row0, int64_t row1, const struct acts *x, int t0, int t1,
