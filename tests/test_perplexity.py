@@ -163,4 +163,4 @@ def test_float_with_float_cache(gen, measure, smollm2_f32, text):
     got, exact, kl, worst = against_oracle(smollm2_f32, tokens, log_probs)
     print(f"\nF32, F32 cache: perplexity {got:.4f}, oracle {exact:.4f}; mean KL {kl.mean():.3e}, largest difference "
           f"{worst:.3g}")
-    assert relative(got, exact) <= 1e-5 and worst <= 1e-2
+    assert relative(got, exact) <= 1e-5 and worst <= 1e-3
