@@ -34,13 +34,10 @@ static struct value get_var(struct run *r, struct text name)
     return f ? (struct value){.type = V_FUNCTION, .function = f} : jj_undefined(r, name);
 }
 
-/* Enters a scope inside `parent`; returns the one to go back to. */
-static struct scope *push_scope(struct run *r, struct scope *parent)
+static void push_scope(struct run *r, struct scope *parent)
 {
-    struct scope *old = r->scope, *s = jj_alloc(r, 1, sizeof *s);
-    s->parent = parent;
-    r->scope = s;
-    return old;
+    r->scope = jj_alloc(r, 1, sizeof *r->scope);
+    r->scope->parent = parent;
 }
 
 static struct value eval(struct run *r, const struct node *n);
@@ -52,8 +49,8 @@ static void assign(struct run *r, const struct node *target, struct value v)
     } else if (target->kind == N_MEMBER) {
         struct value ns = get_var(r, target->a->name);
         if (ns.type != V_NAMESPACE)
-            jj_die(r, "'%.*s' is %s, but only a namespace's members can be set", (int)target->a->name.n,
-                   target->a->name.p, jj_type_word(ns));
+            jj_die(r, "'%.*s' is %s, but only a namespace's members can be set", JJ_SHOW(target->a->name),
+                   jj_type_word(ns));
         jj_dict_set(r, ns.dict, jj_string(r, target->name), v);
     } else {
         const struct list *items = jj_iterate(r, v);
@@ -74,46 +71,42 @@ enum flow { NEXT, BREAK, CONTINUE };
 
 static enum flow exec(struct run *r, const struct node *n);
 
-/* Text that a body writes, in a scope inside `parent`. */
-static struct value capture(struct run *r, const struct node *body, struct scope *parent)
+/* Text that a body writes, in the present scope. */
+static struct value capture(struct run *r, const struct node *body)
 {
     struct builder text = {0}, *out = r->out;
-    struct scope *outer = push_scope(r, parent);
     r->out = &text;
     exec(r, body);
     r->out = out;
-    r->scope = outer;
     return jj_string(r, built(&text));
 }
 
 static struct value call_macro(struct run *r, const struct macro *m, const struct args *args,
                                const struct macro *caller)
 {
-    struct builder text = {0}, *out = r->out;
-    struct scope *outer = push_scope(r, m->scope);
+    struct scope *outer = r->scope;
     size_t used = 0, used_names = 0;
     jj_enter(r);
+    push_scope(r, m->scope);
     for (const struct node *p = m->node->list; p; p = p->next)      /* a default sees the parameters before its own */
         set_var(r, r->scope, p->name, jj_undefined(r, p->name));
     for (const struct node *p = m->node->list; p; p = p->next) {
-        const struct value *v = jj_lookup_text(r, &args->named, p->name);
-        used_names += v != NULL;
+        const struct value *v = NULL;
         if (used < args->positional.n)
             v = &args->positional.v[used++];
+        else if ((v = jj_lookup_text(r, &args->named, p->name)))
+            used_names++;
         if (v || p->a)
             set_var(r, r->scope, p->name, v ? *v : eval(r, p->a));
     }
     if (used < args->positional.n || used_names < args->named.n)
-        jj_die(r, "the macro '%.*s' is called with more arguments than it takes", (int)m->node->name.n,
-            m->node->name.p ? m->node->name.p : "");
+        jj_die(r, "the macro '%.*s' is called with other arguments than it takes", JJ_SHOW(m->node->name));
     if (caller)
         set_var(r, r->scope, literal("caller"), (struct value){.type = V_MACRO, .macro = (struct macro *)caller});
-    r->out = &text;
-    exec(r, m->node->body);
-    r->out = out;
+    struct value text = capture(r, m->node->body);
     r->scope = outer;
     jj_leave(r);
-    return jj_string(r, built(&text));
+    return text;
 }
 
 /* As in jinja2, "else" runs when no iteration has come to its end: a break or continue in each counts as none. */
@@ -217,7 +210,10 @@ static struct macro *new_macro(struct run *r, const struct node *n)
 
 static void exec_set_block(struct run *r, const struct node *n)
 {
-    struct value old = r->captured, text = capture(r, n->body, r->scope);
+    struct scope *outer = r->scope;
+    push_scope(r, outer);
+    struct value old = r->captured, text = capture(r, n->body);
+    r->scope = outer;
     if (n->b) {
         r->captured = text;
         text = eval(r, n->b);
@@ -255,9 +251,8 @@ static enum flow exec_one(struct run *r, const struct node *n)
         jj_put_text(r, r->out, jj_to_text(r, eval_call(r, n->a, new_macro(r, n))));
         return NEXT;
     case N_WITH: case N_SCOPE: {
-        struct scope *inner;
         push_scope(r, outer);
-        inner = r->scope;
+        struct scope *inner = r->scope;
         for (const struct node *p = n->list; p; p = p->next) {
             r->scope = outer;          /* values are those from outside */
             struct value v = eval(r, p->b);
@@ -424,10 +419,9 @@ void jinja_free(struct jinja *t)
     free(t);
 }
 
-static bool is_role(struct text key, const char *value)
+static bool is_role(struct text key, struct text value)
 {
-    static const char roles[] = " system developer user assistant tool function ipython ";
-    return is(key, "role") && jj_is_word_of(roles, text_of(value, strlen(value), true));
+    return is(key, "role") && jj_is_word_of(" system developer user assistant tool function ipython ", value);
 }
 
 /* Text points into the JSON values, which outlive the rendering. */
@@ -435,6 +429,7 @@ static struct value from_json(struct run *r, const json_t *j, struct text key, b
 {
     jj_enter(r);
     struct value v = none();
+    struct text t;
     size_t i;
     const char *name;
     json_t *item;
@@ -444,8 +439,9 @@ static struct value from_json(struct run *r, const json_t *j, struct text key, b
     case JSON_INTEGER: v = integer(json_integer_value(j), trusted); break;
     case JSON_REAL: v = real(json_real_value(j), trusted); break;
     case JSON_STRING:
-        name = json_string_value(j);
-        v = jj_string(r, text_of(name, json_string_length(j), trusted || is_role(key, name)));
+        t = text_of(json_string_value(j), json_string_length(j), trusted);
+        t.trusted = trusted || is_role(key, t);
+        v = jj_string(r, t);
         break;
     case JSON_ARRAY:
         v = jj_new_list(r, V_LIST);

@@ -19,8 +19,8 @@
 #include <jansson.h>
 #include <time.h>
 
-/* Limits of a rendering; each byte of template and variables adds to them. A step is an evaluated node or 16 bytes of
- * text looked at. */
+/* Limits of a rendering; each byte of template and variables adds to them. A step is an evaluated node, or a few bytes
+ * of text looked at. */
 enum { JINJA_STEPS = 5000000, JINJA_STEPS_PER_BYTE = 8, JINJA_MEMORY = 64 << 20, JINJA_MEMORY_PER_BYTE = 64 };
 
 struct jinja;                          /* a parsed template; immutable */

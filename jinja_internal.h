@@ -129,6 +129,8 @@ void jj_push(struct run *r, struct list *list, struct value v);
 
 /* ---- text */
 
+#define JJ_SHOW(t) (int)((t).n < 60 ? (t).n : 60), (t).n ? (t).p : ""     /* for "%.*s" in messages */
+
 static inline struct text text_of(const char *p, size_t n, bool trusted)
 {
     return (struct text){p, n, NULL, trusted};
@@ -145,7 +147,8 @@ static inline struct text sub(struct text t, size_t from, size_t to)
     return (struct text){t.p ? t.p + from : NULL, to - from, t.trust ? t.trust + from : NULL, t.trusted};
 }
 static inline bool all_trusted(struct text t) { return t.trust ? !memchr(t.trust, 0, t.n) : t.trusted; }
-size_t jj_char_len(struct text t, size_t i);        /* bytes of the character at i: UTF-8, or a stray byte */
+/* Bytes of the character at i: a UTF-8 sequence as far as it is one, or a stray byte. */
+size_t jj_char_len(struct text t, size_t i);
 int32_t jj_code_point(struct text t, size_t i);     /* -1 where it is not UTF-8 */
 size_t jj_count_chars(struct run *r, struct text t);
 bool jj_is_space(int32_t c);                        /* as str.isspace */
@@ -197,7 +200,7 @@ bool jj_equal(struct run *r, struct value a, struct value b);
 bool jj_less(struct run *r, struct value a, struct value b);
 bool jj_contains(struct run *r, struct value where, struct value what);
 struct list *jj_iterate(struct run *r, struct value v);         /* the items that a loop over v sees */
-void jj_sort_pairs(struct run *r, struct pair *v, size_t n, bool reverse);      /* by key; stable */
+void jj_sort_pairs(struct run *r, struct pair *v, size_t n, bool reverse);      /* by key; stable, reversed as well */
 struct value jj_int_arith(struct run *r, char op, int64_t a, int64_t b, bool trusted);
 struct value jj_binary(struct run *r, char op, struct value a, struct value b);  /* + - * / d(//) % ^(**) ~ */
 

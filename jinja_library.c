@@ -131,7 +131,7 @@ static void split_words(struct run *r, struct list *out, struct text t, int64_t 
                 if (!from_right)
                     break;
             }
-        jj_spend(r, t.n / 16);
+        jj_spend(r, t.n / 4);
         jj_push(r, out, jj_string(r, from_right ? sub(t, cut, t.n) : sub(t, 0, cut)));
         t = from_right ? sub(t, 0, cut) : sub(t, cut, t.n);
     }
@@ -139,13 +139,17 @@ static void split_words(struct run *r, struct list *out, struct text t, int64_t 
 
 static size_t find_last(struct run *r, struct text t, struct text what)
 {
-    for (size_t end = t.n; what.n > 0 && end >= what.n; end--) {
-        if (end % 16 == 0)
-            jj_spend(r, 1);
+    if (what.n == 0)
+        return t.n;
+    jj_spend(r, t.n / 16);
+    for (size_t end = t.n; end >= what.n; end--) {
+        if (t.p[end - 1] != what.p[what.n - 1] || t.p[end - what.n] != what.p[0])
+            continue;
+        jj_spend(r, 1 + what.n / 16);
         if (memcmp(t.p + end - what.n, what.p, what.n) == 0)
             return end - what.n;
     }
-    return what.n ? SIZE_MAX : t.n;
+    return SIZE_MAX;
 }
 
 static struct value split(struct run *r, struct value *a, bool from_right)
@@ -183,7 +187,7 @@ static struct value split_lines(struct run *r, struct text t, bool keep_ends)
 {
     struct value out = jj_new_list(r, V_LIST);
     size_t start = 0;
-    jj_spend(r, t.n / 16);
+    jj_spend(r, t.n / 4);
     for (size_t i = 0, len; i < t.n; i += len) {
         int32_t c = jj_code_point(t, i);
         len = jj_char_len(t, i);
@@ -210,6 +214,7 @@ static struct value has_end(struct run *r, struct value *a, bool at_start)
     struct list one = {.v = &a[1], .n = 1}, *all = a[1].type == V_TUPLE ? a[1].list : &one;
     for (size_t i = 0; i < all->n; i++) {
         struct text end = need_text(r, all->v[i], "the prefix or suffix");
+        jj_spend(r, 1 + end.n / 16);
         if (end.n <= t.n && same(end, at_start ? sub(t, 0, end.n) : sub(t, t.n - end.n, t.n)))
             return boolean(true);
     }
@@ -274,8 +279,8 @@ static struct value join(struct run *r, struct text by, const struct list *items
 
 static struct value m_join(struct run *r, struct value *a) { return join(r, subject(r, a), jj_iterate(r, a[1]), true); }
 
-/* True when there are characters and all are as `class` says: a alpha, d digit, n alpha or digit, s space; l and u: all
- * cased ones are lower or upper, and there is one. */
+/* True when there are characters and all are as `class` says: a alpha, d digit, n alpha or number, s space; l and u:
+ * all cased ones are lower or upper, and there is one. */
 static struct value all_are(struct run *r, struct value *a, char class)
 {
     struct text t = subject(r, a);
@@ -284,7 +289,8 @@ static struct value all_are(struct run *r, struct value *a, char class)
         int32_t c = jj_code_point(t, i);
         utf8proc_category_t k = utf8proc_category(c);
         bool alpha = k >= UTF8PROC_CATEGORY_LU && k <= UTF8PROC_CATEGORY_LO, digit = k == UTF8PROC_CATEGORY_ND;
-        bool ok = class == 'a' ? alpha : class == 'd' ? digit : class == 'n' ? alpha || digit : jj_is_space(c);
+        bool numeric = k >= UTF8PROC_CATEGORY_ND && k <= UTF8PROC_CATEGORY_NO;
+        bool ok = class == 'a' ? alpha : class == 'd' ? digit : class == 'n' ? alpha || numeric : jj_is_space(c);
         if (class == 'l' || class == 'u') {
             ok = !is_cased(c) || k == (class == 'l' ? UTF8PROC_CATEGORY_LL : UTF8PROC_CATEGORY_LU);
             cased = cased || is_cased(c);
@@ -292,7 +298,7 @@ static struct value all_are(struct run *r, struct value *a, char class)
         if (!ok)
             return boolean(false);
     }
-    jj_spend(r, t.n / 16);
+    jj_spend(r, t.n / 4);
     return boolean(class == 'l' || class == 'u' ? cased : t.n > 0);
 }
 
@@ -529,7 +535,7 @@ struct value jj_get_slice(struct run *r, struct value obj, struct value from, st
         jj_die(r, "a slice cannot have a step of 0");
     int64_t i = slice_bound(r, from, n, step, step < 0 ? n - 1 : 0);
     int64_t end = slice_bound(r, to, n, step, step < 0 ? -1 : n);
-    jj_spend(r, (size_t)n / 16);
+    jj_spend(r, (size_t)n / 4);
     if (is_text && step == 1) {
         size_t at = 0, from_byte = 0;
         int64_t k = 0;
@@ -783,8 +789,10 @@ static struct value f_sum(struct run *r, struct value *a)
 {
     struct value sum = a[2].type == V_ABSENT ? integer(0, true) : a[2];
     const struct list *items = jj_iterate(r, a[0]);
-    for (size_t i = 0; i < items->n; i++)
+    for (size_t i = 0; i < items->n; i++) {
         sum = jj_binary(r, '+', sum, follow(r, items->v[i], a[1], (struct value){0}));
+        jj_spend(r, 1);
+    }
     return sum;
 }
 
@@ -1028,7 +1036,7 @@ bool jj_run_test(struct run *r, struct text name, struct value v, const struct l
             if (is(name, comparisons[i][0]))
                 return jj_compare(r, comparisons[i][1][0], v, args->v[0]);
     }
-    jj_die(r, "there is no test '%.*s' with %zu arguments", (int)(name.n < 60 ? name.n : 60), name.p, args->n);
+    jj_die(r, "there is no test '%.*s' with %zu arguments", JJ_SHOW(name), args->n);
 }
 
 /* ---- functions that templates can call */
@@ -1146,6 +1154,6 @@ struct value jj_call_filter(struct run *r, struct text name, struct args *args)
 {
     const struct function *f = jj_find_function(filters, name);
     if (!f)
-        jj_die(r, "there is no filter '%.*s'", (int)(name.n < 60 ? name.n : 60), name.p);
+        jj_die(r, "there is no filter '%.*s'", JJ_SHOW(name));
     return jj_call_function(r, f, args);
 }

@@ -241,7 +241,7 @@ static _Noreturn void die_expected(struct run *r, const char *what)
 {
     const struct token *t = now(r);
     if (t->kind >= TK_NAME)
-        jj_die(r, "%s is expected, not '%.*s'", what, (int)(t->n < 60 ? t->n : 60), t->p);
+        jj_die(r, "%s is expected, not '%.*s'", what, JJ_SHOW(*t));
     jj_die(r, "%s is expected before %s", what, t->kind == TK_END ? "the end of the template" : "the end of the tag");
 }
 
@@ -815,7 +815,7 @@ static struct node *parse_statement(struct run *r)
         if (r->loops == 0)
             jj_die(r, "{%% %.*s %%} stands outside of a loop", (int)tag.n, tag.p);
     } else {
-        jj_die(r, "the tag {%% %.*s %%} is not supported", (int)(tag.n < 60 ? tag.n : 60), tag.p);
+        jj_die(r, "the tag {%% %.*s %%} is not supported", JJ_SHOW(tag));
     }
     return n;
 }

@@ -16,7 +16,7 @@ _Noreturn void jj_die_code(struct run *r, int code, const char *message)
     longjmp(r->failed, 1);
 }
 
-_Noreturn __attribute__((format(printf, 2, 3))) void jj_die(struct run *r, const char *format, ...)
+_Noreturn void jj_die(struct run *r, const char *format, ...)
 {
     char message[400];
     va_list args;
@@ -26,7 +26,6 @@ _Noreturn __attribute__((format(printf, 2, 3))) void jj_die(struct run *r, const
     jj_die_code(r, GEN_MODEL, message);
 }
 
-/* Calls body with a place to jump back to. */
 bool jj_guarded(struct run *r, void (*body)(struct run *))
 {
     if (setjmp(r->failed))
@@ -90,7 +89,6 @@ void jj_free_chunks(struct chunk *c)
     }
 }
 
-/* Room for one more of n items. */
 void *jj_grow(struct run *r, void *items, size_t n, size_t *cap, size_t size)
 {
     if (n < *cap)
@@ -110,7 +108,6 @@ void jj_push(struct run *r, struct list *list, struct value v)
 
 /* ---- text */
 
-/* Bytes of the character at i: a UTF-8 sequence as far as it is one, or a stray byte. */
 size_t jj_char_len(struct text t, size_t i)
 {
     unsigned char c = (unsigned char)t.p[i];
@@ -120,7 +117,7 @@ size_t jj_char_len(struct text t, size_t i)
     return have;
 }
 
-int32_t jj_code_point(struct text t, size_t i)     /* -1 where it is not UTF-8 */
+int32_t jj_code_point(struct text t, size_t i)
 {
     utf8proc_int32_t c;
     return utf8proc_iterate((const utf8proc_uint8_t *)t.p + i, (utf8proc_ssize_t)(t.n - i), &c) > 0 ? c : -1;
@@ -135,28 +132,28 @@ size_t jj_count_chars(struct run *r, struct text t)
     return n;
 }
 
-bool jj_is_space(int32_t c)        /* as str.isspace */
+bool jj_is_space(int32_t c)
 {
     return c == ' ' || (c >= 9 && c <= 13) || (c >= 0x1c && c <= 0x1f) || c == 0x85 || c == 0xa0 || c == 0x1680
            || (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
 }
 
-static bool in_set(struct text chars, struct text t, size_t at, size_t len)
+static bool in_set(struct run *r, struct text chars, struct text t, size_t at, size_t len)
 {
+    jj_spend(r, 1 + chars.n / 16);
     for (size_t i = 0; i < chars.n; i += jj_char_len(chars, i))
         if (jj_char_len(chars, i) == len && memcmp(chars.p + i, t.p + at, len) == 0)
             return true;
     return false;
 }
 
-/* Without the characters of `chars` (NULL: white space) at its left and right end. */
 struct text jj_strip(struct run *r, struct text t, const struct text *chars, bool left, bool right)
 {
     size_t from = 0, to = t.n;
     jj_spend(r, t.n / 16);
     while (left && from < to) {
         size_t len = jj_char_len(t, from);
-        if (chars ? !in_set(*chars, t, from, len) : !jj_is_space(jj_code_point(t, from)))
+        if (chars ? !in_set(r, *chars, t, from, len) : !jj_is_space(jj_code_point(t, from)))
             break;
         from += len;
     }
@@ -166,14 +163,13 @@ struct text jj_strip(struct run *r, struct text t, const struct text *chars, boo
             at--;
         if (at + jj_char_len(sub(t, 0, to), at) != to)
             at = to - 1;               /* a stray byte */
-        if (chars ? !in_set(*chars, t, at, to - at) : !jj_is_space(jj_code_point(sub(t, 0, to), at)))
+        if (chars ? !in_set(r, *chars, t, at, to - at) : !jj_is_space(jj_code_point(sub(t, 0, to), at)))
             break;
         to = at;
     }
     return sub(t, from, to);
 }
 
-/* Position of `what` in t at or after i, or SIZE_MAX. */
 size_t jj_find(struct run *r, struct text t, size_t i, struct text what)
 {
     if (what.n == 0)
@@ -181,11 +177,11 @@ size_t jj_find(struct run *r, struct text t, size_t i, struct text what)
     if (t.n - i < what.n)
         return SIZE_MAX;
     const char *p = memmem(t.p + i, t.n - i, what.p, what.n);
-    jj_spend(r, (p ? (size_t)(p - t.p) - i : t.n - i) / 16);
+    jj_spend(r, 1 + (p ? (size_t)(p - t.p) - i : t.n - i) / 16);
     return p ? (size_t)(p - t.p) : SIZE_MAX;
 }
 
-bool jj_is_word_of(const char *words, struct text name)      /* words: " one two " */
+bool jj_is_word_of(const char *words, struct text name)
 {
     char key[40];
     if (name.n == 0 || name.n > sizeof key - 3 || memchr(name.p, 0, name.n) || memchr(name.p, ' ', name.n))
@@ -200,7 +196,7 @@ void jj_put(struct run *r, struct builder *b, const char *p, size_t n, bool trus
 {
     if (n == 0)
         return;
-    jj_spend(r, n / 16);
+    jj_spend(r, 1 + n / 16);
     if (n > b->cap - b->n) {
         size_t cap;
         if (!size_add(n > b->cap ? n : b->cap, b->cap + 32, &cap))
@@ -247,8 +243,7 @@ void jj_put_code_point(struct run *r, struct builder *b, int32_t c, bool trusted
     jj_put(r, b, (char *)bytes, (size_t)utf8proc_encode_char(c, bytes), trusted);
 }
 
-__attribute__((format(printf, 4, 5))) void jj_put_format(struct run *r, struct builder *b, bool trusted,
-                                                             const char *format, ...)
+void jj_put_format(struct run *r, struct builder *b, bool trusted, const char *format, ...)
 {
     char s[64];                        /* escapes and numbers */
     va_list args;
@@ -310,7 +305,7 @@ const char *jj_type_word(struct value v)
 
 _Noreturn void jj_die_undefined(struct run *r, struct value v)
 {
-    jj_die(r, "'%.*s' is undefined", (int)(v.text->n < 100 ? v.text->n : 100), v.text->p ? v.text->p : "");
+    jj_die(r, "'%.*s' is undefined", JJ_SHOW(*v.text));
 }
 
 static long double exact(struct value v)       /* holds every int64 and every double */
@@ -361,7 +356,6 @@ bool jj_equal(struct run *r, struct value a, struct value b)
     return result;
 }
 
-/* The value under key, or NULL. */
 const struct value *jj_lookup(struct run *r, const struct dict *d, struct value key)
 {
     for (size_t i = 0; i < d->n; i++) {
@@ -414,7 +408,6 @@ bool jj_less(struct run *r, struct value a, struct value b)
     return result;
 }
 
-/* Stable merge sort by key; reverse keeps equal ones in order, too. */
 void jj_sort_pairs(struct run *r, struct pair *v, size_t n, bool reverse)
 {
     if (n < 2)
@@ -432,7 +425,6 @@ void jj_sort_pairs(struct run *r, struct pair *v, size_t n, bool reverse)
     memcpy(v, out, n * sizeof *v);
 }
 
-/* The items that a loop over v sees. */
 struct list *jj_iterate(struct run *r, struct value v)
 {
     bool is_list = v.type == V_LIST || v.type == V_TUPLE || v.type == V_STREAM;
@@ -597,23 +589,28 @@ struct text jj_to_text(struct run *r, struct value v)
 
 static void put_json_string(struct run *r, struct builder *b, struct text t, bool ascii)
 {
-    static const char plain[] = "\"\\\b\f\n\r\t", code[] = "\"\\bfnrt";
+    static const char special[] = "\"\\\b\f\n\r\t", code[] = "\"\\bfnrt";
     jj_put(r, b, "\"", 1, false);
-    for (size_t i = 0, len; i < t.n; i += len) {
-        unsigned char c = (unsigned char)t.p[i];
-        const char *escape = c ? strchr(plain, c) : NULL;
-        bool trusted = trust_at(t, i);
-        int32_t point = c >= 0x80 ? jj_code_point(t, i) : c;
-        len = jj_char_len(t, i);
+    for (size_t i = 0, end; i < t.n; i = end) {
+        for (end = i; end < t.n; end++) {      /* a stretch that stays as it is */
+            unsigned char c = (unsigned char)t.p[end];
+            if (c < 0x20 || c == '"' || c == '\\' || (ascii && c >= 0x7f))
+                break;
+        }
+        jj_put_text(r, b, sub(t, i, end));
+        if (end == t.n)
+            break;
+        const char *escape = t.p[end] ? strchr(special, t.p[end]) : NULL;
+        bool trusted = trust_at(t, end);
+        int32_t c = jj_code_point(t, end);
         if (escape)
-            jj_put_format(r, b, trusted, "\\%c", code[escape - plain]);
-        else if (c < 0x20 || (ascii && point >= 0x7f && point < 0x10000))
-            jj_put_format(r, b, trusted, "\\u%04x", (unsigned)point);
-        else if (ascii && point >= 0x10000)
-            jj_put_format(r, b, trusted, "\\u%04x\\u%04x", 0xd800u + ((unsigned)(point - 0x10000) >> 10),
-                       0xdc00u + ((unsigned)point & 0x3ff));
+            jj_put_format(r, b, trusted, "\\%c", code[escape - special]);
+        else if (c >= 0x10000)
+            jj_put_format(r, b, trusted, "\\u%04x\\u%04x", 0xd800u + ((unsigned)(c - 0x10000) >> 10),
+                          0xdc00u + ((unsigned)c & 0x3ff));
         else
-            jj_put_text(r, b, sub(t, i, i + len));
+            jj_put_format(r, b, trusted, "\\u%04x", c < 0 ? 0xfffdu : (unsigned)c);
+        end += jj_char_len(t, end);
     }
     jj_put(r, b, "\"", 1, false);
 }

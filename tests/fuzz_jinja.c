@@ -1,25 +1,27 @@
-/* fuzz_jinja.c - fuzz target: the input makes a template, which is parsed and rendered. Bytes from 0x20 to 0x7e stand for
- * themselves, the others for fragments of the language. Trusted text must not hold what only the data has. */
+/* fuzz_jinja.c - fuzz target: the input makes a template, which is parsed and rendered. Bytes from 0x20 to 0x7e stand
+ * for themselves, the others for fragments of the language. Trusted text must not hold what only the data has. */
 #include "jinja.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 static const char *const fragments[] = {
-    "{{ ", " }}", "{% ", " %}", "{%- ", " -%}", "{# ", " #}", "for x in ", "for k, v in d.items() ", "if ", "elif ", "else",
-    "endif", "endfor", "set ", "set ns.q = ", "endset", "macro m(a, b=1) ", "endmacro", "call m(1) ", "endcall", "filter upper ",
-    "endfilter", "with ", "endwith", "generation", "endgeneration", "raw", "endraw", "break", "continue", "recursive",
-    "l", "d", "s", "t", "n", "f", "x", "k", "v", "ns", "loop", "messages", "message.content", "m", "caller()", "q",
-    "loop.index", "loop.last", "loop.previtem", "loop(", "namespace(", "range(", "dict(", "raise_exception(",
-    "strftime_now('%Y')", "ns.q", "true", "none", "0", "1", "-1", "2", "100000", "9223372036854775807", "1.5", "1e300",
-    "'a'", "\"b\\n\"", "''", "[", "]", "(", ")", "{", "}", "[1:]", "[::-1]", "[-1]", "[:2]", ".", ",", ":", "=", " == ", " != ",
-    " < ", " >= ", " + ", " - ", " * ", " / ", " // ", " % ", " ** ", " ~ ", " and ", " or ", " not ", " in ", " not in ",
-    " is ", " is not ", "defined", "string", "mapping", "iterable", "sequence", "none", "divisibleby", "eq", " if ", " else ",
-    " | ", "tojson", "tojson(indent=2)", "tojson(true)", "string", "trim", "upper", "title", "replace('a', s)", "join(s)", "list",
-    "first", "last", "length", "sort", "reverse", "unique", "map(", "select(", "selectattr(", "reject(", "attribute=", "'upper'",
-    "items", "dictsort", "default(", "int", "float", "round(2)", "abs", "sum", "min", "indent(2)", "safe", "escape", "capitalize",
-    ".split(", ".rsplit(", ".splitlines()", ".strip(", ".lstrip(", ".replace(", ".startswith(", ".find(", ".count(", ".join(",
-    ".items()", ".keys()", ".get(", ".upper()", ".removeprefix(", ".isalpha()", "*", "**", "\n", "  "
+    "{{ ", " }}", "{% ", " %}", "{%- ", " -%}", "{# ", " #}", "for x in ", "for k, v in d.items() ", "if ", "elif ",
+    "else", "endif", "endfor", "set ", "set ns.q = ", "endset", "macro m(a, b=1) ", "endmacro", "call m(1) ",
+    "endcall", "filter upper ", "endfilter", "with ", "endwith", "generation", "endgeneration", "raw", "endraw",
+    "break", "continue", "recursive", "l", "d", "s", "t", "n", "f", "x", "k", "v", "ns", "loop", "messages",
+    "message.content", "m", "caller()", "q", "loop.index", "loop.last", "loop.previtem", "loop(", "namespace(",
+    "range(", "dict(", "raise_exception(", "strftime_now('%Y')", "ns.q", "true", "none", "0", "1", "-1", "2",
+    "100000", "9223372036854775807", "1.5", "1e300", "'a'", "\"b\\n\"", "''", "[", "]", "(", ")", "{", "}", "[1:]",
+    "[::-1]", "[-1]", "[:2]", ".", ",", ":", "=", " == ", " != ", " < ", " >= ", " + ", " - ", " * ", " / ", " // ",
+    " % ", " ** ", " ~ ", " and ", " or ", " not ", " in ", " not in ", " is ", " is not ", "defined", "string",
+    "mapping", "iterable", "sequence", "none", "divisibleby", "eq", " if ", " else ", " | ", "tojson",
+    "tojson(indent=2)", "tojson(true)", "string", "trim", "upper", "title", "replace('a', s)", "join(s)", "list",
+    "first", "last", "length", "sort", "reverse", "unique", "map(", "select(", "selectattr(", "reject(", "attribute=",
+    "'upper'", "items", "dictsort", "default(", "int", "float", "round(2)", "abs", "sum", "min", "indent(2)", "safe",
+    "escape", "capitalize", ".split(", ".rsplit(", ".splitlines()", ".strip(", ".lstrip(", ".replace(",
+    ".startswith(", ".find(", ".count(", ".join(", ".items()", ".keys()", ".get(", ".upper()", ".removeprefix(",
+    ".isalpha()", "*", "**", "\n", "  "
 };
 enum { N_FRAGMENTS = sizeof fragments / sizeof *fragments };
 

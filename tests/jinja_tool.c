@@ -1,5 +1,6 @@
-/* jinja_tool.c - renders chat templates for the Python tests. Reads requests from stdin, one JSON array a line:
- * [template, data, own, time]; writes one JSON value a line: the text as a list of [text, trusted] pieces, or the error. */
+/* jinja_tool.c - renders chat templates for the Python tests. Reads requests from stdin, one JSON array a line,
+ * [template, data, own, time], and writes one JSON value a line: the text as a list of [text, trusted] pieces, or the
+ * error. */
 #include "jinja.h"
 
 #include <stdio.h>
@@ -8,13 +9,14 @@
 
 static json_t *answer(const json_t *request)
 {
-    const json_t *source = json_array_get(request, 0), *data = json_array_get(request, 1), *own = json_array_get(request, 2);
+    const json_t *source = json_array_get(request, 0);
+    const json_t *data = json_array_get(request, 1), *own = json_array_get(request, 2);
     time_t now = (time_t)json_integer_value(json_array_get(request, 3));
     struct error e = {0};
     struct jinja *t;
     struct jinja_result result = {0};
     bool ok = jinja_parse(&t, json_string_value(source), json_string_length(source), &e)
-              && jinja_render(t, json_is_object(data) ? data : NULL, json_is_object(own) ? own : NULL, now, &result, &e);
+              && jinja_render(t, data, own, now, &result, &e);
     jinja_free(t);
     if (!ok)
         return json_pack("{s:i, s:s}", "code", e.code, "error", e.text);
