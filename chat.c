@@ -128,6 +128,8 @@ bool chat_read_messages(struct json_t **out, const char *text, size_t n, struct 
     return ok;
 }
 
+void chat_free_messages(struct json_t *messages) { json_decref(messages); }
+
 /* A text as it was rendered: each byte with its trust, since two renderings may differ in that alone. */
 struct rendered {
     struct bytes text;
@@ -187,7 +189,7 @@ static json_t *new_message(const char *role, const char *text, size_t n)
 
 bool conversation_add(struct conversation *c, const char *role, const char *text, size_t n, struct error *e)
 {
-    return json_array_append_new(c->messages, new_message(role, text, n)) == 0 || no_memory(e);
+    return conversation_push(c, new_message(role, text, n), e);
 }
 
 bool conversation_add_list(struct conversation *c, const struct json_t *messages, struct error *e)
@@ -207,6 +209,19 @@ bool conversation_set_system(struct conversation *c, const char *text, size_t n,
 void conversation_cut(struct conversation *c, size_t i)
 {
     for (size_t n = conversation_length(c); n > i; n--) json_array_remove(c->messages, n - 1);
+}
+
+struct json_t *conversation_pop(struct conversation *c)
+{
+    size_t n = conversation_length(c);
+    json_t *last = n ? json_incref(json_array_get(c->messages, n - 1)) : NULL;
+    if (n) json_array_remove(c->messages, n - 1);
+    return last;
+}
+
+bool conversation_push(struct conversation *c, struct json_t *message, struct error *e)
+{
+    return json_array_append_new(c->messages, message) == 0 || no_memory(e);
 }
 
 /* ---- prompts ------------------------------------------------------------------------------------------------------ */

@@ -20,6 +20,7 @@ bool chat_model_template(const struct gguf *g, struct gguf_str *source, struct e
 /* A list of messages from JSON text: an array of objects with the strings "role" and "content"; other members reach the
  * template as they are. Errors: GEN_USAGE with the place of what is wrong. */
 bool chat_read_messages(struct json_t **out, const char *text, size_t n, struct error *e);
+void chat_free_messages(struct json_t *messages);
 
 struct chat;                           /* a template ready for use with one model; immutable */
 
@@ -50,6 +51,9 @@ bool conversation_add_list(struct conversation *c, const struct json_t *messages
 bool conversation_set_system(struct conversation *c, const char *text, size_t n, struct error *e);
 /* Drops the messages from the i-th on. */
 void conversation_cut(struct conversation *c, size_t i);
+/* Takes the last message off, NULL when there is none, and puts one (which is taken over) at the end. */
+struct json_t *conversation_pop(struct conversation *c);
+bool conversation_push(struct conversation *c, struct json_t *message, struct error *e);
 
 /* The ids after which the model writes the next reply, until the next call that changes the conversation. Of replies that
  * conversation_add_reply took they hold the generated ids for as long as the template gives back the text before and of

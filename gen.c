@@ -3,8 +3,11 @@
 #include "answer.h"
 #include "batch.h"
 #include "bench.h"
+#include "chat.h"
+#include "chat_session.h"
 #include "engine.h"
 #include "gguf.h"
+#include "input.h"
 #include "inspect.h"
 #include "measure.h"
 #include "model.h"
@@ -18,7 +21,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -27,10 +29,10 @@
 #include <sys/ioctl.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #define DEFAULT_MODEL "weights/SmolLM2-135M-Instruct.Q4_1.gguf"
-#define MOST_TEXT ((size_t)1 << 30)    /* bytes of a prompt or text */
 
 struct program {
     struct options o;
@@ -41,6 +43,9 @@ struct program {
     struct sequence *sequence;
     struct sampler *sampler;
     struct stream *stream;
+    struct chat *chat;                 /* the prompt is made of messages; NULL = it is raw */
+    struct conversation *conversation;
+    bool session;                      /* messages are read while the program runs */
     struct bytes prompt;
     struct ids tokens;                 /* prompt, then answer */
     size_t n_prompt;
@@ -109,44 +114,39 @@ static void progress(const char *what, double done)
 
 /* ---- what is read ----------------------------------------------------------------------------------------------- */
 
-/* Appends a file's bytes (- is standard input), without a byte order mark at its start and one final line end. */
-static bool read_text(const char *path, struct bytes *out, struct error *e)
+/* Was a prompt named in any way? */
+static bool has_prompt(const struct options *o)
 {
-    const char *name = strcmp(path, "-") == 0 ? "standard input" : path;
-    int file = strcmp(path, "-") == 0 ? STDIN_FILENO : open(path, O_RDONLY | O_CLOEXEC);
-    size_t start = out->len;
-    char piece[1 << 16];
-    ssize_t n = file < 0 ? -1 : 1;
-    while (n > 0) {
-        n = read(file, piece, sizeof piece);
-        if (n < 0 && errno == EINTR) n = 1;
-        else if (n > 0 && !bytes_add(out, piece, (size_t)n)) errno = ENOMEM, n = -1;
-        else if (out->len > MOST_TEXT) errno = EFBIG, n = -1;
-    }
-    int reason = errno;
-    if (file > STDIN_FILENO) close(file);
-    if (n < 0) return fail(e, GEN_USAGE, "cannot read %s: %s", name, strerror(reason));
-    if (out->len - start >= 3 && memcmp(out->data + start, "\xEF\xBB\xBF", 3) == 0) {
-        out->len -= 3;
-        memmove(out->data + start, out->data + start + 3, out->len - start);
-    }
-    bool line_end = out->len > start && out->data[out->len - 1] == '\n';
-    if (line_end) out->len--;
-    if (line_end && out->len > start && out->data[out->len - 1] == '\r') out->len--;
-    return true;
+    return o->text || o->prompt || o->file || o->messages || o->stdin_word;
 }
 
-/* The raw prompt: -p, then -f, then standard input where it is named or nothing else is given. */
-static bool read_prompt(struct program *p, struct error *e)
+/* Appends text that was given; messages of several parts get a line end between them, raw prompts nothing. */
+static bool add_part(struct program *p, const char *text, size_t n, bool message, struct error *e)
+{
+    bool apart = message && n && p->prompt.len && p->prompt.data[p->prompt.len - 1] != '\n';
+    return (bytes_add(&p->prompt, "\n", apart) && bytes_add(&p->prompt, text, n))
+        || fail(e, GEN_RUN, "cannot allocate memory for the prompt");
+}
+
+static bool add_file(struct program *p, const char *path, bool message, struct error *e)
+{
+    struct bytes text = { 0 };
+    if (!message || !p->prompt.len) return input_read(path, &p->prompt, e);
+    bool ok = input_read(path, &text, e) && add_part(p, text.data ? text.data : "", text.len, message, e);
+    bytes_free(&text);
+    return ok;
+}
+
+/* The raw prompt or the message: TEXT or -p, then -f, then standard input where it is named or nothing else is given and
+ * the messages do not come from there. */
+static bool read_prompt(struct program *p, bool message, struct error *e)
 {
     const struct options *o = &p->o;
-    if (!o->prompt && !o->file && !o->stdin_word && isatty(STDIN_FILENO))
-        return fail(e, GEN_USAGE, "there is no prompt: give one with -p TEXT or -f FILE, or through a pipe");
-    if (o->prompt && !bytes_add(&p->prompt, o->prompt, strlen(o->prompt)))
-        return fail(e, GEN_RUN, "cannot allocate memory for the prompt");
-    if (o->file && !read_text(o->file, &p->prompt, e)) return false;
-    bool input = o->stdin_word || (!o->prompt && !o->file);
-    return !input || read_text("-", &p->prompt, e);
+    const char *text = o->text ? o->text : o->prompt;
+    if (text && !add_part(p, text, strlen(text), message, e)) return false;
+    if (o->file && !add_file(p, o->file, message, e)) return false;
+    bool input = o->stdin_word || (!has_prompt(o) && !p->session);
+    return !input || add_file(p, "-", message, e);
 }
 
 /* Text in a pipe that nobody reads was probably meant. */
@@ -154,7 +154,8 @@ static void warn_of_unread_input(const struct program *p)
 {
     struct stat st;
     int waiting = 0;
-    bool named = p->o.stdin_word || (p->o.file && strcmp(p->o.file, "-") == 0) || (!p->o.prompt && !p->o.file);
+    bool named = p->o.stdin_word || (p->o.file && strcmp(p->o.file, "-") == 0) || !has_prompt(&p->o)
+              || (p->o.messages && strcmp(p->o.messages, "-") == 0);
     if (named || fstat(STDIN_FILENO, &st) != 0 || !S_ISFIFO(st.st_mode)) return;
     if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0)
         note(p, "warning: standard input holds text that is not read; the word - appends it to the prompt");
@@ -194,12 +195,93 @@ static bool open_tokenizer(struct program *p, struct error *e)
     return true;
 }
 
-/* Makes tokens of the prompt. */
-static bool encode_prompt(struct program *p, struct error *e)
+/* The template's source: a built-in's or a file's that --chat-template names, else the model's. */
+static bool find_template(struct program *p, struct bytes *out, struct error *e)
 {
-    struct span text = { p->prompt.len ? p->prompt.data : "", p->prompt.len, !p->o.no_parse_special };
-    if (!tokenizer_encode(p->tokenizer, &text, 1, !p->o.no_bos, &p->tokens, e)) return false;
+    struct gguf_str own;
+    const char *named = p->o.chat_template, *builtin = named ? chat_builtin(named) : NULL;
+    if (builtin)
+        return bytes_add(out, builtin, strlen(builtin)) || fail(e, GEN_RUN, "cannot allocate memory for the chat template");
+    if (named && access(named, F_OK) != 0)
+        return fail(e, GEN_USAGE, "--chat-template %s is neither a file nor one of %s", named, chat_builtin_names());
+    if (named) return input_read(named, out, e);
+    if (!chat_model_template(p->file, &own, e)) return false;
+    if (!own.ptr)
+        return fail(e, GEN_USAGE, "the model brings no chat template: have a text continued with -p TEXT, or name a "
+                                  "template, for instance --chat-template chatml");
+    return bytes_add(out, own.ptr, own.len) || fail(e, GEN_RUN, "cannot allocate memory for the chat template");
+}
+
+/* The messages of --messages, and that of -sys before them. */
+static bool add_messages(struct program *p, struct error *e)
+{
+    struct json_t *list = NULL;
+    struct bytes text = { 0 };
+    bool ok = true;
+    if (p->o.messages) {
+        ok = input_read(p->o.messages, &text, e)
+          && (chat_read_messages(&list, text.data ? text.data : "", text.len, e)
+              || fail(e, e->code, "%s: %s", p->o.messages, e->text))
+          && conversation_add_list(p->conversation, list, e);
+        chat_free_messages(list);
+        bytes_free(&text);
+    }
+    if (!ok || !p->o.system) return ok;
+    if (conversation_length(p->conversation) && strcmp(conversation_role(p->conversation, 0), "system") == 0)
+        return fail(e, GEN_USAGE, "-sys and the first of --messages %s both give a system message: leave one out",
+                    p->o.messages);
+    return conversation_set_system(p->conversation, p->o.system, strlen(p->o.system), e);
+}
+
+static bool open_chat(struct program *p, struct error *e)
+{
+    struct bytes source = { 0 };
+    bool ok = find_template(p, &source, e);
+    struct chat_options co = { source.data ? source.data : "", source.len, p->o.no_think, time(NULL) };
+    ok = ok && chat_open(&p->chat, p->tokenizer, &co, e) && conversation_open(&p->conversation, p->chat, e)
+      && add_messages(p, e);
+    bytes_free(&source);
+    return ok;
+}
+
+/* Makes one prompt of the messages and their text. */
+static bool encode_messages(struct program *p, bool message, struct error *e)
+{
+    const struct ids *ids;
+    if (message && !conversation_add(p->conversation, "user", p->prompt.data ? p->prompt.data : "", p->prompt.len, e))
+        return false;
+    if (!conversation_prompt(p->conversation, &ids, e)) return false;
+    const struct bytes *text = conversation_text(p->conversation);
+    p->prompt.len = 0;
+    bool ok = bytes_add(&p->prompt, text->data, text->len);
+    for (size_t i = 0; ok && i < ids->len; i++) ok = ids_add(&p->tokens, ids->data[i]);
+    return ok || fail(e, GEN_RUN, "cannot allocate memory for the prompt");
+}
+
+/* Reads the prompt and makes tokens of it. A chat that goes on has messages of its own later: its prompt stays text. */
+static bool make_prompt(struct program *p, struct error *e)
+{
+    struct options *o = &p->o;
+    bool waits = !has_prompt(o) && isatty(STDIN_FILENO), chats = options_chat(o);
+    struct gguf_str template = { NULL, 0 };
+    if (!open_tokenizer(p, e)) return false;
+    if (waits && !chats && o->mode == MODE_GENERATE && !o->no_bos && !o->no_parse_special) {
+        if (!chat_model_template(p->file, &template, e)) return false;
+        chats = template.ptr != NULL;
+    }
+    p->session = o->mode == MODE_GENERATE && chats && (waits || (o->chat && !o->single_turn));
+    if (waits && !p->session)
+        return fail(e, GEN_USAGE, "there is no prompt: give one with -p TEXT or -f FILE, or through a pipe");
+    if (p->session && (o->stdin_word || (o->file && strcmp(o->file, "-") == 0) || (o->messages && strcmp(o->messages, "-") == 0)))
+        return fail(e, GEN_USAGE, "a chat reads standard input message by message: it cannot be a prompt, too");
+    if (!read_prompt(p, chats, e) || (chats && !open_chat(p, e))) return false;
+    if (p->session) return true;
+    struct span text = { p->prompt.len ? p->prompt.data : "", p->prompt.len, !o->no_parse_special };
+    bool message = o->text || o->prompt || o->file || o->stdin_word || !o->messages;
+    if (!(chats ? encode_messages(p, message, e) : tokenizer_encode(p->tokenizer, &text, 1, !o->no_bos, &p->tokens, e)))
+        return false;
     p->n_prompt = p->tokens.len;
+    if (chats && !options_given(o, "predict")) o->predict = -1;
     return true;
 }
 
@@ -313,8 +395,7 @@ static bool keep_logprobs(struct program *p, const float *logits, int32_t id, si
     return true;
 }
 
-/* Opens what generating needs, once the model and the prompt are there. */
-static bool prepare(struct program *p, struct error *e)
+static bool choose_seed(struct program *p, struct error *e)
 {
     struct options *o = &p->o;
     if (o->seed < 0) {
@@ -325,6 +406,14 @@ static bool prepare(struct program *p, struct error *e)
         if (o->sampling.temperature > 0 && o->predict != 0) note(p, "seed %lld", (long long)o->seed);
     }
     o->sampling.seed = (uint64_t)o->seed;
+    return true;
+}
+
+/* Opens what generating needs, once the model and the prompt are there. */
+static bool prepare(struct program *p, struct error *e)
+{
+    struct options *o = &p->o;
+    if (!choose_seed(p, e)) return false;
     bool terminal = isatty(STDOUT_FILENO);
     struct stream_options so = { .tokenizer = p->tokenizer, .stops = &o->stops, .at_start = p->prompt.len == 0,
                                  .print = !o->json, .visible = terminal };
@@ -406,10 +495,33 @@ static void print_summary(const struct program *p)
          human_bytes((double)kv.bytes_reserved, b));
 }
 
+/* A chat that goes on; its own signals end it. */
+static bool run_session(struct program *p, struct error *e)
+{
+    struct options *o = &p->o;
+    int signal = 0;
+    int64_t ctx;
+    if (o->json || o->display_prompt)
+        return fail(e, GEN_USAGE, "%s does nothing in a chat that goes on: give one message with -st",
+                    o->json ? "--json" : "--display-prompt");
+    if (!options_given(o, "predict")) o->predict = -1;
+    if (!open_model(p, o->ctx, e) || !choose_context(p, o->ctx, &ctx, e)) return false;
+    if (!choose_seed(p, e) || !open_engine(p, ctx, e)) return false;
+    struct chat_session session = {
+        .options = o, .tokenizer = p->tokenizer, .engine = p->engine, .conversation = p->conversation,
+        .first = o->text || o->prompt || o->file ? p->prompt.data : NULL, .n_first = p->prompt.len,
+        .once = o->single_turn, .color = use_color(p), .read_file = input_read, .progress = progress,
+    };
+    bool ok = chat_session_run(&session, &signal, e);
+    caught = signal;
+    return ok;
+}
+
 static bool run_generate(struct program *p, struct error *e)
 {
     int64_t ctx;
-    if (!read_prompt(p, e) || !open_tokenizer(p, e) || !encode_prompt(p, e)) return false;
+    if (!make_prompt(p, e)) return false;
+    if (p->session) return run_session(p, e);
     if (p->n_prompt == 0)
         return fail(e, GEN_USAGE, "the prompt is empty, and no start token stands in for it: give some text with -p");
     if (!open_model(p, p->o.ctx, e) || !choose_context(p, p->o.ctx, &ctx, e)) return false;
@@ -436,7 +548,7 @@ static bool print(struct bytes *out, struct error *e)
 /* The prompt as the model gets it: the start token's text is put in front where a start token is. */
 static bool run_show_prompt(struct program *p, struct error *e)
 {
-    if (!read_prompt(p, e) || !open_tokenizer(p, e) || !encode_prompt(p, e)) return false;
+    if (!make_prompt(p, e)) return false;
     int32_t bos = tokenizer_bos(p->tokenizer);
     bool ok = true;
     if (p->n_prompt && bos >= 0 && p->tokens.data[0] == bos) {
@@ -450,7 +562,7 @@ static bool run_show_prompt(struct program *p, struct error *e)
 static bool run_dump_tokens(struct program *p, struct error *e)
 {
     struct bytes out = { 0 };
-    bool ok = read_prompt(p, e) && open_tokenizer(p, e) && encode_prompt(p, e);
+    bool ok = make_prompt(p, e);
     for (size_t i = 0; ok && i < p->tokens.len; i++) {
         int32_t id = p->tokens.data[i];
         struct gguf_str text = tokenizer_piece(p->tokenizer, id, true);
@@ -470,7 +582,7 @@ static bool run_perplexity(struct program *p, struct error *e)
     struct perplexity result;
     struct bytes out = { 0 };
     int64_t ctx;
-    if (!read_text(o->perplexity, &p->prompt, e) || !open_tokenizer(p, e)) return false;
+    if (!input_read(o->perplexity, &p->prompt, e) || !open_tokenizer(p, e)) return false;
     struct span text = { p->prompt.len ? p->prompt.data : "", p->prompt.len, false };
     if (!tokenizer_encode(p->tokenizer, &text, 1, true, &p->tokens, e)) return false;
     bytes_free(&p->prompt);
@@ -554,6 +666,8 @@ static void close_program(struct program *p)
     sampler_close(p->sampler);
     sequence_close(p->sequence);
     engine_close(p->engine);
+    conversation_close(p->conversation);
+    chat_close(p->chat);
     tokenizer_close(p->tokenizer);
     model_close(p->model);
     if (p->file) gguf_close(p->file);

@@ -73,7 +73,7 @@ struct lines {
     History *history;
     FILE *screen;
     bool pastes;                       /* the terminal can mark what is pasted */
-    char sign[40];                     /* what stands before the line; colours between \1 */
+    char sign[40];                     /* what stands before the line; a colour between \1 */
     bool begun;                        /* the first line was read */
     size_t at, len;                    /* the unread part of buffer */
     char buffer[1 << 16];
@@ -291,12 +291,14 @@ static enum line_end read_plain(struct lines *l, struct bytes *out, struct error
 static enum line_end read_edited(struct lines *l, const char *sign, bool color, struct bytes *out, struct error *e)
 {
     int n = 0;
-    snprintf(l->sign, sizeof l->sign, color ? "\1\033[1;32m\1%s\1\033[0m\1" : "%s", sign);
+    snprintf(l->sign, sizeof l->sign, color ? "\1\033[32m\1%s" : "%s", sign);
     signals.redraw = 0;
+    el_set(l->editor, EL_PREP_TERM, 1);                /* before the sign is there to be answered */
     if (l->pastes) fputs("\033[?2004h", l->screen);
     const char *line = el_gets(l->editor, &n);
     int reason = errno;
     if (l->pastes) fputs("\033[?2004l", l->screen);
+    if (color) fputs("\033[0m", l->screen);
     if (!line || n <= 0) fputc('\n', l->screen);
     fflush(l->screen);
     errno = reason;

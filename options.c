@@ -16,6 +16,7 @@
 const char *const option_groups[N_GROUPS][2] = {
     [GROUP_MODEL] = { "model", "Model and machine" },
     [GROUP_PROMPT] = { "prompt", "Prompt" },
+    [GROUP_CHAT] = { "chat", "Chat" },
     [GROUP_GENERATION] = { "generation", "Generation" },
     [GROUP_SAMPLING] = { "sampling", "Sampling" },
     [GROUP_CACHE] = { "cache", "Key-value cache" },
@@ -57,9 +58,9 @@ const struct option_row option_table[] = {
       "are dropped. Without -p and -f, standard input is the prompt unless it is a terminal; with them it is read only "
       "where - names it (a word - alone appends it)." },
     { GROUP_PROMPT, "no-bos", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_bos), 0, PROMPTS,
-      "Put no start token in front of the prompt." },
+      "Put no start token in front of a raw prompt." },
     { GROUP_PROMPT, "no-parse-special", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_parse_special), 0, PROMPTS,
-      "Text that spells a control token stays text." },
+      "Text of a raw prompt that spells a control token stays text, as that of messages always does." },
     { GROUP_PROMPT, "show-prompt", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_SHOW_PROMPT, 0,
       "Print the prompt as the model gets it, start token included, and stop. A file that holds only a vocabulary will "
       "do." },
@@ -67,9 +68,24 @@ const struct option_row option_table[] = {
       "Print the prompt's tokens, one per line as id<TAB>text, and stop. In the text \\n, \\t, \\\\ and \\xNN stand "
       "for line end, tab, backslash and for control and invalid bytes. A file that holds only a vocabulary will do." },
 
+    { GROUP_CHAT, "chat", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(chat), 0, PROMPTS,
+      "Chat: messages are read line by line (/help lists the commands), -p gives the first one. A terminal without a "
+      "prompt gets a chat by itself where the model has a template." },
+    { GROUP_CHAT, "cnv", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(chat), 0, PROMPTS, "The same as --chat." },
+    { GROUP_CHAT, "sys", 0, "TEXT", NULL, OPT_ANY_TEXT, 0, 0, AT(system), 0, PROMPTS,
+      "The system message. This, and each option of this group, makes a chat message of -p, -f and standard input." },
+    { GROUP_CHAT, "st", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(single_turn), 0, PROMPTS, "One message and its reply." },
+    { GROUP_CHAT, "messages", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(messages), 0, PROMPTS,
+      "Messages as JSON, a list of {\"role\": ..., \"content\": ...}, - is standard input; other prompts follow as one "
+      "message more." },
+    { GROUP_CHAT, "chat-template", 0, "TEMPLATE", NULL, OPT_TEXT, 0, 0, AT(chat_template), 0, PROMPTS,
+      "Jinja template instead of the model's: chatml, llama2, llama3, gemma, phi3, mistral, or a file." },
+    { GROUP_CHAT, "no-think", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_think), 0, PROMPTS,
+      "Have a thinking model answer at once, by its template's own switch." },
+
     { GROUP_GENERATION, "predict", 'n', "N", "512", OPT_LONG, -2, MOST_TOKENS, AT(predict), 0, 0,
-      "New tokens at most. -1: until the model ends its text; -2: the same, or until the context is full; 0: only read "
-      "the prompt. A full context ends every run." },
+      "New tokens at most; -1 in a chat when not given. -1: until the model ends its text; -2: the same, or until the "
+      "context is full; 0: only read the prompt. A full context ends every answer." },
     { GROUP_GENERATION, "ctx-size", 'c', "N", "0", OPT_LONG, 0, MOST_TOKENS, AT(ctx), 0, 0,
       "Context in tokens, prompt and answer together (a prompt of N tokens still gives one new one). 0 = the model's, "
       "lowered with a note if its cache does not fit memory. With --perplexity the size of a window, 512 if not "
@@ -426,17 +442,30 @@ bool options_set(struct options *o, const char *name, const char *value, struct 
     return set(o, row, value, e);
 }
 
-static bool stray(const struct options *o, const char *word, struct error *e)
+static bool stray(const char *word, struct error *e)
 {
     char display[40];
     int far;
     const struct option_row *row = nearest(word, &far);
     if (strlen(word) >= 4 && far <= 1)
         return fail(e, GEN_USAGE, "stray word '%s': did you mean %s?", word, option_display(row, display));
-    if (o->prompt || o->file)
-        return fail(e, GEN_USAGE, "stray word '%s': a text of several words must stand in quotes", word);
-    return fail(e, GEN_USAGE, "'%s' as a chat message needs the model's chat template, which gen does not apply yet: "
-                              "use -p TEXT to have a text continued", word);
+    return fail(e, GEN_USAGE, "stray word '%s': a text of several words must stand in quotes", word);
+}
+
+/* Takes a word that is no option: the text of one message. */
+static bool take_word(struct options *o, const char *word, bool only_words, struct error *e)
+{
+    int far;
+    bool like_option = !only_words && strlen(word) >= 4 && (nearest(word, &far), far <= 1);
+    if (o->text || o->prompt || like_option) return stray(word, e);
+    if (!*word) return fail(e, GEN_USAGE, "the message is empty: gen TEXT sends one, -p TEXT has a text continued");
+    o->text = word;
+    return true;
+}
+
+bool options_chat(const struct options *o)
+{
+    return o->text || o->chat || o->single_turn || o->no_think || o->system || o->messages || o->chat_template;
 }
 
 /* Refuses options that would do nothing, and combinations that contradict each other. */
@@ -455,8 +484,16 @@ static bool consistent(const struct options *o, struct error *e)
     }
     if (o->stdin_word && !(PROMPTS & 1u << o->mode))
         return fail(e, GEN_USAGE, "the word - (standard input) does nothing with the task that was chosen");
-    if (o->stdin_word && o->file && strcmp(o->file, "-") == 0)
-        return fail(e, GEN_USAGE, "standard input is named twice, by -f - and by the word -");
+    if (o->stdin_word + (o->file && strcmp(o->file, "-") == 0) + (o->messages && strcmp(o->messages, "-") == 0) > 1)
+        return fail(e, GEN_USAGE, "standard input is named twice: leave one - out");
+    if (o->text && !(PROMPTS & 1u << o->mode))
+        return fail(e, GEN_USAGE, "'%s' as a message does nothing with the task that was chosen", o->text);
+    if (o->text && o->prompt)
+        return fail(e, GEN_USAGE, "stray word '%s': -p gives the text, and one of several words must stand in quotes",
+                    o->text);
+    if (options_chat(o) && (o->no_bos || o->no_parse_special))
+        return fail(e, GEN_USAGE, "%s does nothing in a chat, whose template says what stands where",
+                    o->no_bos ? "--no-bos" : "--no-parse-special");
     if (options_given(o, "logprobs") && !o->json)
         return fail(e, GEN_USAGE, "--logprobs does nothing without --json");
     if (o->display_prompt && o->json)
@@ -489,7 +526,7 @@ bool options_parse(struct options *o, int argc, char **argv, struct error *e)
             if (o->stdin_word) return fail(e, GEN_USAGE, "standard input is named twice by the word -");
             o->stdin_word = true;
         } else if (only_words || argv[i][0] != '-') {
-            return stray(o, argv[i], e);
+            if (!take_word(o, argv[i], only_words, e)) return false;
         } else if (!take_option(o, argc, argv, &i, e)) {
             return false;
         }

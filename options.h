@@ -15,7 +15,7 @@ enum mode {
 };
 
 enum option_group {
-    GROUP_MODEL, GROUP_PROMPT, GROUP_GENERATION, GROUP_SAMPLING, GROUP_CACHE, GROUP_OUTPUT, GROUP_MEASURE,
+    GROUP_MODEL, GROUP_PROMPT, GROUP_CHAT, GROUP_GENERATION, GROUP_SAMPLING, GROUP_CACHE, GROUP_OUTPUT, GROUP_MEASURE,
     GROUP_INFORMATION, N_GROUPS
 };
 
@@ -71,6 +71,10 @@ struct options {
     const char *prompt, *file;
     bool stdin_word;                   /* the word - was given */
     bool no_bos, no_parse_special;
+    /* chat */
+    const char *text;                  /* a word that is no option: one message */
+    const char *system, *messages, *chat_template;
+    bool chat, single_turn, no_think;
     /* generation */
     int64_t predict, ctx;
     struct texts stops;
@@ -100,6 +104,8 @@ void options_free(struct options *o);
 /* Sets one option by its long name or letter, by the command line's rules: for chat commands and batch lines. value NULL =
  * none is given; the text must live as long as *o. Errors: GEN_USAGE, also for an option that chooses a task. */
 bool options_set(struct options *o, const char *name, const char *value, struct error *e);
+/* Do the options ask for a chat? */
+bool options_chat(const struct options *o);
 /* Was the option of this long name given? */
 bool options_given(const struct options *o, const char *name);
 /* "--temp", or "-ctk" for a name of at most three letters. */

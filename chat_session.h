@@ -1,0 +1,27 @@
+/* chat_session.h - a chat that goes on: messages come line by line, replies are streamed, lines that begin with a slash
+ * are commands. On a terminal with line editing, in a pipe without any signs or colours. */
+#ifndef CHAT_SESSION_H
+#define CHAT_SESSION_H
+
+#include "chat.h"
+#include "engine.h"
+#include "options.h"
+
+struct chat_session {
+    struct options *options;           /* generation and sampling, seed >= 0; /set changes them */
+    const struct tokenizer *tokenizer;
+    struct engine *engine;
+    struct conversation *conversation; /* may hold messages */
+    const char *first;                 /* the first message of the user, n_first bytes; NULL = it is read, too */
+    size_t n_first;
+    bool once;                         /* one message and its reply */
+    bool color;
+    bool (*read_file)(const char *path, struct bytes *out, struct error *e);       /* appends the text of a file */
+    void (*progress)(const char *what, double done);   /* told when a prompt is computed */
+};
+
+/* Runs to the end of input or /quit. A message that is not possible (too long, refused by the template) is told and
+ * dropped. *signal = the signal that ended it, or 0. Errors: those of writing and computing. */
+bool chat_session_run(const struct chat_session *o, int *signal, struct error *e);
+
+#endif
