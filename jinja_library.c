@@ -724,8 +724,10 @@ static struct value sorted(struct run *r, const struct list *items, struct value
 {
     struct value out = jj_new_list(r, V_LIST);
     struct pair *pairs = jj_alloc(r, items->n, sizeof *pairs);
-    for (size_t i = 0; i < items->n; i++)
-        pairs[i] = (struct pair){sort_key(r, items->v[i], attribute, case_sensitive), items->v[i]};
+    for (size_t i = 0; i < items->n; i++) {
+        pairs[i] = (struct pair){jj_new_list(r, V_LIST), items->v[i]};       /* in a list, even none equals none */
+        jj_push(r, pairs[i].key.list, sort_key(r, items->v[i], attribute, case_sensitive));
+    }
     jj_sort_pairs(r, pairs, items->n, reverse);
     for (size_t i = 0; i < items->n; i++)
         jj_push(r, out.list, pairs[i].value);
