@@ -172,7 +172,7 @@ static void rope_fill(struct rope *r, double base, const struct scaling *s, cons
 static bool read_scaling(const struct model *m, const struct model_options *o, struct scaling *s, struct error *e)
 {
     char key[128];
-    struct gguf_str type = { "none", 4 };
+    struct gguf_str type = { "linear", 6 };        /* what a factor without a type means */
     *s = (struct scaling){ 1, m->n_ctx, 1, 32, 1, false };
     double old = 0;                    /* rope.scale_linear: the name of the factor in old files */
     if (!gguf_get_str(m->file, arch_key(m, "rope.scaling.type", key), &type, e)) return false;
@@ -332,9 +332,24 @@ static bool bind_all(struct model *m, struct error *e)
     if (!bind(m, "output.bias", 0, m->n_vocab, true, &m->out_bias, e)) return false;
     for (int i = 0; i < m->n_layer; i++) {
         struct layer *l = &m->layers[i];
-        int of = m->arch->local_of;
-        l->local = m->window > 0 && of > 0 && (of == 1 || (i + 1) % of != 0);
         if (!bind_attention(m, i, l, e) || !bind_ffn(m, i, l, e)) return false;
+    }
+    return true;
+}
+
+/* Which layers have a window: of each `local_of` layers all but the last, unless the file has a period or a list of its own. */
+static bool mark_local(struct model *m, struct error *e)
+{
+    char key[128];
+    const struct gguf_value *list = gguf_find(m->file, arch_key(m, "attention.sliding_window_pattern", key));
+    int of = m->arch->local_of;
+    bool listed = list && list->type == GGUF_ARRAY;
+    if (listed && (list->item != GGUF_BOOL || list->count != (uint64_t)m->n_layer))
+        return fail(e, GEN_MODEL, "%s: %s must be a number, or %d booleans, one per layer", gguf_path(m->file), key, m->n_layer);
+    if (of > 1 && !listed && !get_int(m, "attention.sliding_window_pattern", 1, 4096, &of, e)) return false;
+    for (int i = 0; i < m->n_layer; i++) {
+        bool local = of > 1 && listed ? list->data[i] != 0 : of == 1 || (of > 1 && (i + 1) % of != 0);
+        m->layers[i].local = m->window > 0 && local;
     }
     return true;
 }
@@ -367,7 +382,7 @@ bool model_open(struct model **out, struct gguf *g, const struct model_options *
     if (!choose_arch(m, e) || !read_sizes(m, e) || !gguf_get_str(g, "general.name", &m->name, e) || !read_rope(m, o, e))
         goto bad;
     m->layers = alloc_zeroed(m->n_layer, sizeof *m->layers, "the layers", e);
-    if (!m->layers || !bind_all(m, e)) goto bad;
+    if (!m->layers || !mark_local(m, e) || !bind_all(m, e)) goto bad;
     *out = m;
     return true;
 bad:
