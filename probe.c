@@ -62,6 +62,8 @@ __attribute__((target("avx2"))) static int dots_avx2(int64_t rounds)
     return SUMS / 2 * 8 * 32;
 }
 
+/* Compilers from before AVX-VNNI make that table of kernels, too, of AVX2 alone. */
+#if defined __clang__ ? __clang_major__ >= 12 : __GNUC__ >= 11
 __attribute__((target("avx2,avxvnni"))) static int dots_avxvnni(int64_t rounds)
 {
     __m256i x = _mm256_set1_epi8(1), w = _mm256_set1_epi8(2), sum[SUMS] = { 0 };
@@ -73,6 +75,9 @@ __attribute__((target("avx2,avxvnni"))) static int dots_avxvnni(int64_t rounds)
     EACH_SUM(SUMS) OPAQUE(sum[i]);
     return SUMS * 32;
 }
+#else
+#define dots_avxvnni dots_avx2
+#endif
 
 __attribute__((target("avx512f,avx512vnni"))) static int dots_avx512(int64_t rounds)
 {
