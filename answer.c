@@ -31,7 +31,8 @@ static const float *compute(struct answer *a, const struct ids *tokens, struct d
     if (d->count) lookup_learn(&d->lookup, d->count, (int)(pos - d->begin));
     sequence_cut(s, pos);
     d->begin = pos + 1;
-    d->count = lookup_draft(&d->lookup, tokens->data, tokens->len, room < LOOKUP_MOST ? (int)room : LOOKUP_MOST, batch + 1);
+    d->count = lookup_draft(&d->lookup, tokens->data, tokens->len, room < LOOKUP_MOST ? (int)room : LOOKUP_MOST,
+                            batch + 1);
     return sequence_extend(s, batch, 1 + d->count, e) ? sequence_logits_at(s, pos) : NULL;
 }
 
@@ -63,6 +64,6 @@ bool answer_run(struct answer *a, struct ids *tokens, struct error *e)
 {
     int64_t used = (int64_t)tokens->len;
     bool ok = loop(a, tokens, &used, e);
-    sequence_cut(a->sequence, used);   /* without drafts that nobody asked for: the last logits are those last chosen by */
+    sequence_cut(a->sequence, used);   /* without drafts: the last logits are those last chosen by */
     return ok;
 }

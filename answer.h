@@ -13,7 +13,7 @@ struct answer {
     const struct tokenizer *tokenizer;
     int64_t limit;                     /* tokens at most; negative = no limit */
     bool ignore_end;                   /* go on past the tokens that end a text */
-    bool lookup;                       /* drafts from the text so far are verified several tokens at a time: the same bits */
+    bool lookup;                       /* drafts from the text so far are verified several at a time: the same bits */
     const volatile int *stop;          /* non-zero ends the answer; may be NULL */
     /* Takes the index-th token of the answer, with the logits that it was chosen by; *stopped = true ends the answer
      * with it. false ends the run (the error is the callee's). */
@@ -24,8 +24,8 @@ struct answer {
     int64_t steps;                     /* tokens that were computed */
 };
 
-/* Goes on from the sequence's logits and adds the tokens to `tokens`, which hold the sequence's; a token that ends the text
- * is not added. Does not allocate but where tokens->cap is passed. Errors: GEN_RUN, and those of `take`. */
+/* Goes on from the sequence's logits and adds the tokens to `tokens`, which hold the sequence's; a token that ends the
+ * text is not added. Does not allocate but where tokens->cap is passed. Errors: GEN_RUN, and those of `take`. */
 bool answer_run(struct answer *a, struct ids *tokens, struct error *e);
 /* Makes room for all the tokens that can come, so that the loop does not allocate. Errors: GEN_RUN for memory. */
 bool answer_reserve(const struct answer *a, struct ids *tokens, struct error *e);

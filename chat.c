@@ -7,12 +7,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- templates ---------------------------------------------------------------------------------------------------- */
+/* ---- templates --------------------------------------------------------------------------------------------------- */
 
 /* For formats without a system turn: the system message goes into the first message of the user. */
 #define SPLIT_SYSTEM \
-    "{%- if messages and messages[0].role == 'system' %}{% set system, messages = messages[0].content, messages[1:] %}" \
-    "{% else %}{% set system = '' %}{% endif -%}"
+    "{%- if messages and messages[0].role == 'system' %}" \
+    "{% set system, messages = messages[0].content, messages[1:] %}{% else %}{% set system = '' %}{% endif -%}"
 
 static const struct builtin { const char *name, *source; } builtins[] = {
     { "chatml",
@@ -75,7 +75,10 @@ static bool add_token(json_t *own, const char *name, const struct tokenizer *t, 
     return id < 0 || json_object_set_new(own, name, json_text(text.ptr, text.len)) == 0;
 }
 
-static bool contains(const struct chat_options *o, const char *word) { return memmem(o->source, o->n, word, strlen(word)); }
+static bool contains(const struct chat_options *o, const char *word)
+{
+    return memmem(o->source, o->n, word, strlen(word)) != NULL;
+}
 
 bool chat_open(struct chat **out, const struct tokenizer *t, const struct chat_options *o, struct error *e)
 {
@@ -106,7 +109,7 @@ void chat_close(struct chat *c)
     free(c);
 }
 
-/* ---- messages ----------------------------------------------------------------------------------------------------- */
+/* ---- messages ---------------------------------------------------------------------------------------------------- */
 
 bool chat_read_messages(struct json_t **out, const char *text, size_t n, struct error *e)
 {
@@ -224,7 +227,7 @@ bool conversation_push(struct conversation *c, struct json_t *message, struct er
     return json_array_append_new(c->messages, message) == 0 || no_memory(e);
 }
 
-/* ---- prompts ------------------------------------------------------------------------------------------------------ */
+/* ---- prompts ----------------------------------------------------------------------------------------------------- */
 
 static bool render(const struct conversation *c, struct rendered *out, struct error *e)
 {
@@ -280,13 +283,14 @@ static bool join(const struct conversation *c, const struct rendered *r, struct 
                  struct error *e)
 {
     struct ids before = { 0 }, out = { 0 };
-    bool ok = encode(c, r, m.text, &before, e);
-    *joined = ok && before.len <= plain->len
+    if (!encode(c, r, m.text, &before, e)) return false;
+    bool ok = true;
+    *joined = before.len <= plain->len
            && (!before.len || memcmp(before.data, plain->data, before.len * sizeof *plain->data) == 0);
-    for (size_t i = 0; ok && *joined && i < m.ids; i++) ok = ids_add(&out, c->ids.data[i]) || no_memory(e);
-    for (size_t i = before.len; ok && *joined && i < plain->len; i++) ok = ids_add(&out, plain->data[i]) || no_memory(e);
+    for (size_t i = 0; ok && *joined && i < m.ids; i++) ok = ids_add(&out, c->ids.data[i]);
+    for (size_t i = before.len; ok && *joined && i < plain->len; i++) ok = ids_add(&out, plain->data[i]);
     ids_free(&before);
-    if (!ok || !*joined) return ids_free(&out), ok;
+    if (!ok || !*joined) return ids_free(&out), ok || no_memory(e);
     ids_free(plain);
     *plain = out;
     return true;

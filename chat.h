@@ -1,5 +1,5 @@
-/* chat.h - messages as a model reads them: rendered by a chat template whose text is trusted while the messages are not,
- * so that nothing in a message becomes a control token; and conversations, whose replies stay the generated ids. */
+/* chat.h - messages as a model reads them: rendered by a chat template whose text is trusted while the messages are
+ * not, so that nothing in a message becomes a control token; and conversations, whose replies stay the generated ids. */
 #ifndef CHAT_H
 #define CHAT_H
 
@@ -55,14 +55,14 @@ void conversation_cut(struct conversation *c, size_t i);
 struct json_t *conversation_pop(struct conversation *c);
 bool conversation_push(struct conversation *c, struct json_t *message, struct error *e);
 
-/* The ids after which the model writes the next reply, until the next call that changes the conversation. Of replies that
- * conversation_add_reply took they hold the generated ids for as long as the template gives back the text before and of
- * them; from the first one on that it rewrites, all is encoded anew. Errors: jinja_render's, GEN_RUN for memory. */
+/* The ids after which the model writes the next reply, until the next call that changes the conversation. Of replies
+ * that conversation_add_reply took they hold the generated ids for as long as the template gives back the text before
+ * and of them; from the first one on that it rewrites, all is encoded anew. Errors: jinja_render's, GEN_RUN for memory. */
 bool conversation_prompt(struct conversation *c, const struct ids **out, struct error *e);
 /* The text that conversation_prompt rendered last. */
 const struct bytes *conversation_text(const struct conversation *c);
-/* The model's reply to the last prompt: the generated ids, the end token not among them, and the text made of them, which
- * may end early (before a stop string). It becomes the assistant's message. */
+/* The model's reply to the last prompt: the generated ids, the end token not among them, and the text made of them,
+ * which may end early (before a stop string). It becomes the assistant's message. */
 bool conversation_add_reply(struct conversation *c, const int32_t *ids, size_t n_ids, const char *text, size_t n,
                             struct error *e);
 

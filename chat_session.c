@@ -22,6 +22,7 @@ struct session {
     struct bytes line, message;
     struct bytes ahead;                /* text that /read put before the next message */
     struct texts kept;                 /* words of /set, which the options point to */
+    uint64_t replies;
     uint64_t again;                    /* how often the last reply was made again */
     int64_t prompted, reused;          /* tokens of all prompts, and those that were in the cache */
     bool over;
@@ -41,7 +42,7 @@ __attribute__((format(printf, 1, 2))) static void say(const char *format, ...)
     bytes_free(&shown);
 }
 
-/* ---- showing a reply ---------------------------------------------------------------------------------------------- */
+/* ---- showing a reply --------------------------------------------------------------------------------------------- */
 
 static const char color_reply[] = "\033[36m", color_thinking[] = "\033[0;2m", color_none[] = "\033[0m";
 static const char open_tag[] = "<think>", close_tag[] = "</think>";
@@ -115,7 +116,7 @@ static bool display_end(struct display *d, struct error *e)
     return ok;
 }
 
-/* ---- replies ------------------------------------------------------------------------------------------------------ */
+/* ---- replies ----------------------------------------------------------------------------------------------------- */
 
 struct reply {
     struct stream *stream;
@@ -149,8 +150,8 @@ static bool make_prompt(struct session *s, struct error *e)
     int64_t ctx = engine_ctx(s->in->engine);
     if (!conversation_prompt(s->conversation, &ids, e)) return false;
     if ((int64_t)ids->len > ctx && !s->options->window)
-        return fail(e, GEN_USAGE, "the chat would have %zu tokens with this message, but the context holds %lld: shorten "
-                                  "the message, or /undo and /clear make room", ids->len, (long long)ctx);
+        return fail(e, GEN_USAGE, "the chat would have %zu tokens with this message, but the context holds %lld: "
+                                  "shorten the message, or /undo and /clear make room", ids->len, (long long)ctx);
     if (!ids->len) return fail(e, GEN_USAGE, "the chat template makes an empty prompt of this message");
     s->tokens.len = 0;
     for (size_t i = 0; i < ids->len; i++)
@@ -181,8 +182,10 @@ static void tell_statistics(const struct session *s, const struct reply *r, size
 }
 
 /* Computes the prompt in s->tokens and the reply to it, showing it. */
-static bool compute(struct session *s, struct reply *r, struct sampler *sampler, const volatile int *stop, struct error *e)
+static bool compute(struct session *s, struct reply *r, struct sampler *sampler, const volatile int *stop,
+                    struct error *e)
 {
+    const struct options *o = s->options;
     size_t n_prompt = s->tokens.len;
     r->begun = now_seconds();
     if (!sequence_sync(s->sequence, s->tokens.data, (int64_t)n_prompt, &r->reused, stop, e)) return false;
@@ -191,8 +194,8 @@ static bool compute(struct session *s, struct reply *r, struct sampler *sampler,
     s->prompted += (int64_t)n_prompt;
     s->reused += r->reused;
     struct answer a = { .sequence = s->sequence, .engine = s->in->engine, .sampler = sampler,
-                        .tokenizer = s->in->tokenizer, .limit = s->options->predict, .ignore_end = s->options->ignore_eos,
-                        .lookup = s->options->lookup, .stop = stop, .take = take, .user = r };
+                        .tokenizer = s->in->tokenizer, .limit = o->predict, .ignore_end = o->ignore_eos,
+                        .lookup = o->lookup, .stop = stop, .take = take, .user = r };
     if (!answer_reserve(&a, &s->tokens, e) || !display_begin(&r->display, e)) return false;
     struct error later;
     bool ok = answer_run(&a, &s->tokens, e);
@@ -226,12 +229,13 @@ static bool reply(struct session *s, bool *said, struct error *e)
     }
     const struct bytes *text = r.stream ? stream_text(r.stream) : NULL;
     *said = ok && (r.finish_reason || s->tokens.len > n_prompt);
+    s->replies += *said;
     if (*said)
         ok = conversation_add_reply(s->conversation, s->tokens.data + n_prompt, s->tokens.len - n_prompt,
                                     text->len ? text->data : "", text->len, e);
     if (ok && r.finish_reason && strcmp(r.finish_reason, "context") == 0)
-        say("The context of %lld tokens is full, so the reply ends here: /undo takes the last message back, /clear begins "
-            "anew, --ctx-size gives more room.", (long long)engine_ctx(s->in->engine));
+        say("The context of %lld tokens is full, so the reply ends here: /undo takes the last message back, /clear "
+            "begins anew, --ctx-size gives more room.", (long long)engine_ctx(s->in->engine));
     stream_close(r.stream);
     sampler_close(sampler);
     return ok;
@@ -259,7 +263,7 @@ static bool turn(struct session *s, const char *text, size_t n, struct error *e)
     return ok || forgive(e);
 }
 
-/* ---- commands ----------------------------------------------------------------------------------------------------- */
+/* ---- commands ---------------------------------------------------------------------------------------------------- */
 
 static bool command_help(struct session *s, const char *arg, struct error *e);
 
@@ -332,13 +336,14 @@ static bool keep_word(struct texts *t, const char *word)
     return t->data[t->len] && ++t->len;
 }
 
-/* Only options that a reply depends on can change while the program runs. An unknown one passes: options_set says so. */
+/* Only options that a reply depends on can change while the program runs. An unknown one is left to options_set. */
 static bool can_change(const char *name, struct error *e)
 {
     char display[40];
     for (const struct option_row *row = option_table; row < option_table + n_options; row++) {
         bool here = strcmp(row->name, name) == 0 || (row->letter == name[0] && !name[1]);
-        bool can = row->group == GROUP_SAMPLING || (row->group == GROUP_GENERATION && strcmp(row->name, "ctx-size") != 0);
+        bool can = row->group == GROUP_SAMPLING
+                || (row->group == GROUP_GENERATION && strcmp(row->name, "ctx-size") != 0);
         if (here && !can)
             return fail(e, GEN_USAGE, "%s cannot be changed any more: only options of generation and sampling can",
                         option_display(row, display));
@@ -375,7 +380,8 @@ static bool command_tokens(struct session *s, const char *arg, struct error *e)
     const int32_t *ids = sequence_tokens(s->sequence);
     struct bytes line = { 0 };
     bool ok = true;
-    say("%zu of %lld tokens of context are in use; /tokens N shows the last N.", held, (long long)engine_ctx(s->in->engine));
+    say("%zu of %lld tokens of context are in use; /tokens N shows the last N.", held,
+        (long long)engine_ctx(s->in->engine));
     for (size_t i = n < held ? held - n : 0; ok && i < held; i++) {
         struct gguf_str text = tokenizer_piece(s->in->tokenizer, ids[i], true);
         line.len = 0;
@@ -402,8 +408,8 @@ static bool command_kv(struct session *s, const char *arg, struct error *e)
         picture[i] = i * cell >= pages ? '\0' : i * cell < used ? '#' : '.';
     picture[WIDE] = '\0';
     say("[%s]", picture);
-    say("%lld of %lld pages of %lld tokens hold %lld tokens; each sign is %lld page%s", (long long)used, (long long)pages,
-        (long long)page, (long long)held, (long long)cell, cell == 1 ? "" : "s");
+    say("%lld of %lld pages of %lld tokens hold %lld tokens; each sign is %lld page%s", (long long)used,
+        (long long)pages, (long long)page, (long long)held, (long long)cell, cell == 1 ? "" : "s");
     say("%.1f of %.1f MB; %zu bytes a token", 1e-6 * (double)kv.bytes_used, 1e-6 * (double)kv.bytes_reserved,
         kv.bytes_per_token);
     say("%lld of the %lld tokens of all prompts were in the cache", (long long)s->reused, (long long)s->prompted);
@@ -443,8 +449,8 @@ static bool command_help(struct session *s, const char *arg, struct error *e)
         int n = (int)(strlen(commands[i].name) + strlen(commands[i].arg));
         say("  %s%s%*s%s", commands[i].name, commands[i].arg, 22 - n, "", commands[i].help);
     }
-    say("A message of several lines stands between \"\"\" and \"\"\", or its lines end with \\. A message that begins with a slash\n"
-        "needs a space before it. Ctrl-C stops a reply, Ctrl-D ends the chat.");
+    say("A message of several lines stands between \"\"\" and \"\"\", or its lines end with \\. A message that begins\n"
+        "with a slash needs a space before it. Ctrl-C stops a reply, Ctrl-D ends the chat.");
     return true;
 }
 
@@ -454,11 +460,12 @@ static bool command(struct session *s, char *line, struct error *e)
     char *arg = line + n + strspn(line + n, " \t");
     for (int i = 0; i < N_COMMANDS; i++)
         if (strlen(commands[i].name) == n && memcmp(commands[i].name, line, n) == 0) return commands[i].run(s, arg, e);
-    say("%.*s is no command: /help lists them. A message that begins with a slash needs a space before it.", (int)n, line);
+    say("%.*s is no command: /help lists them. A message that begins with a slash needs a space before it.", (int)n,
+        line);
     return true;
 }
 
-/* ---- reading ------------------------------------------------------------------------------------------------------ */
+/* ---- reading ----------------------------------------------------------------------------------------------------- */
 
 static enum line_end next_line(struct session *s, const char *sign, struct error *e)
 {
@@ -478,7 +485,8 @@ static enum line_end next_message(struct session *s, struct error *e)
     enum line_end how = next_line(s, "> ", e);
     s->message.len = 0;
     if (how != LINE_READ) return how;
-    bool block = s->line.len >= 3 && memcmp(s->line.data, quotes, 3) == 0, command = s->line.len && s->line.data[0] == '/';
+    bool block = s->line.len >= 3 && memcmp(s->line.data, quotes, 3) == 0;
+    bool command = s->line.len && s->line.data[0] == '/';
     const char *end = block ? quotes : "\\";
     size_t skip = block ? 3 : 0;
     bool memory = bytes_add(&s->message, s->line.len ? s->line.data + skip : "", s->line.len - skip);
@@ -519,10 +527,11 @@ static bool take_message(struct session *s, struct error *e)
 
 static void tell_beginning(const struct session *s)
 {
-    const struct model *m = engine_model(s->in->engine);
+    struct gguf_str name = engine_model(s->in->engine)->name;
     if (s->options->quiet || !lines_editing(s->lines)) return;
-    say("%.*s, context of %lld tokens. /help lists the commands; Ctrl-C stops a reply, Ctrl-D ends the chat.",
-        (int)(m->name.len < 80 ? m->name.len : 80), m->name.len ? m->name.ptr : "", (long long)engine_ctx(s->in->engine));
+    say("%.*s%scontext of %lld tokens. /help lists the commands; Ctrl-C stops a reply, Ctrl-D ends the chat.",
+        (int)(name.len < 80 ? name.len : 80), name.len ? name.ptr : "", name.len ? ", " : "",
+        (long long)engine_ctx(s->in->engine));
 }
 
 /* Messages that were given may end with one of the user. */
@@ -530,7 +539,10 @@ static bool reply_to_waiting(struct session *s, struct error *e)
 {
     size_t n = conversation_length(s->conversation);
     bool said;
-    return !n || !is_role(s, n - 1, "user") || reply(s, &said, e);
+    if (!n || !is_role(s, n - 1, "user")) return true;
+    bool ok = reply(s, &said, e);
+    if (!said) conversation_cut(s->conversation, n - 1);
+    return ok;
 }
 
 /* The template must take the messages that are there, followed by one of the user. */
@@ -552,17 +564,15 @@ bool chat_session_run(const struct chat_session *o, int *signal, struct error *e
     if (ok) tell_beginning(&s);
     if (ok && o->first) ok = turn(&s, o->first, o->n_first, e);
     else if (ok) ok = reply_to_waiting(&s, e);
-    if (o->once && conversation_length(o->conversation) && is_role(&s, conversation_length(o->conversation) - 1, "assistant"))
-        s.over = true;
+    s.over = o->once && s.replies;
     while (ok && !s.over && !lines_signal()) {
-        size_t before = conversation_length(s.conversation);
         enum line_end how = next_message(&s, e);
         if (how != LINE_READ) {
             ok = how == LINE_SIGNAL || !e->code;
             break;
         }
         ok = take_message(&s, e);
-        if (o->once && conversation_length(s.conversation) > before) s.over = true;
+        s.over |= o->once && s.replies;
     }
     if (s.lines) *signal = lines_signal();
     lines_close(s.lines);

@@ -120,6 +120,12 @@ static bool has_prompt(const struct options *o)
     return o->text || o->prompt || o->file || o->messages || o->stdin_word;
 }
 
+/* Is standard input named as a prompt? */
+static bool names_input(const struct options *o)
+{
+    return o->stdin_word || (o->file && strcmp(o->file, "-") == 0) || (o->messages && strcmp(o->messages, "-") == 0);
+}
+
 /* Appends text that was given; messages of several parts get a line end between them, raw prompts nothing. */
 static bool add_part(struct program *p, const char *text, size_t n, bool message, struct error *e)
 {
@@ -137,8 +143,7 @@ static bool add_file(struct program *p, const char *path, bool message, struct e
     return ok;
 }
 
-/* The raw prompt or the message: TEXT or -p, then -f, then standard input where it is named or nothing else is given and
- * the messages do not come from there. */
+/* The raw prompt or the message: TEXT or -p, then -f, then standard input where it is named or nothing else is given. */
 static bool read_prompt(struct program *p, bool message, struct error *e)
 {
     const struct options *o = &p->o;
@@ -154,9 +159,7 @@ static void warn_of_unread_input(const struct program *p)
 {
     struct stat st;
     int waiting = 0;
-    bool named = p->o.stdin_word || (p->o.file && strcmp(p->o.file, "-") == 0) || !has_prompt(&p->o)
-              || (p->o.messages && strcmp(p->o.messages, "-") == 0);
-    if (named || fstat(STDIN_FILENO, &st) != 0 || !S_ISFIFO(st.st_mode)) return;
+    if (names_input(&p->o) || !has_prompt(&p->o) || fstat(STDIN_FILENO, &st) != 0 || !S_ISFIFO(st.st_mode)) return;
     if (ioctl(STDIN_FILENO, FIONREAD, &waiting) == 0 && waiting > 0)
         note(p, "warning: standard input holds text that is not read; the word - appends it to the prompt");
 }
@@ -201,7 +204,8 @@ static bool find_template(struct program *p, struct bytes *out, struct error *e)
     struct gguf_str own;
     const char *named = p->o.chat_template, *builtin = named ? chat_builtin(named) : NULL;
     if (builtin)
-        return bytes_add(out, builtin, strlen(builtin)) || fail(e, GEN_RUN, "cannot allocate memory for the chat template");
+        return bytes_add(out, builtin, strlen(builtin))
+            || fail(e, GEN_RUN, "cannot allocate memory for the chat template");
     if (named && access(named, F_OK) != 0)
         return fail(e, GEN_USAGE, "--chat-template %s is neither a file nor one of %s", named, chat_builtin_names());
     if (named) return input_read(named, out, e);
@@ -272,7 +276,7 @@ static bool make_prompt(struct program *p, struct error *e)
     p->session = o->mode == MODE_GENERATE && chats && (waits || (o->chat && !o->single_turn));
     if (waits && !p->session)
         return fail(e, GEN_USAGE, "there is no prompt: give one with -p TEXT or -f FILE, or through a pipe");
-    if (p->session && (o->stdin_word || (o->file && strcmp(o->file, "-") == 0) || (o->messages && strcmp(o->messages, "-") == 0)))
+    if (p->session && names_input(o))
         return fail(e, GEN_USAGE, "a chat reads standard input message by message: it cannot be a prompt, too");
     if (!read_prompt(p, chats, e) || (chats && !open_chat(p, e))) return false;
     if (p->session) return true;
@@ -430,8 +434,8 @@ static bool take(void *user, int32_t id, size_t index, const float *logits, bool
 static bool decode(struct program *p, struct error *e)
 {
     struct answer a = { .sequence = p->sequence, .engine = p->engine, .sampler = p->sampler, .tokenizer = p->tokenizer,
-                        .limit = p->o.predict, .ignore_end = p->o.ignore_eos, .lookup = p->o.lookup, .stop = &stop_now, .take = take,
-                        .user = p };
+                        .limit = p->o.predict, .ignore_end = p->o.ignore_eos, .lookup = p->o.lookup,
+                        .stop = &stop_now, .take = take, .user = p };
     bool ok = answer_reserve(&a, &p->tokens, e) && answer_run(&a, &p->tokens, e);
     p->result.finish_reason = a.finish_reason;
     p->steps = a.steps;

@@ -1,5 +1,5 @@
-/* line.c - reading lines, and the signals that may come meanwhile. All input goes through one buffer and one poll, which
- * also waits for a pipe that the signal handler writes to, so that no signal is missed whichever thread gets it. */
+/* line.c - reading lines, and the signals that may come meanwhile. All input goes through one buffer and one poll,
+ * which also waits for a pipe that the signal handler writes to: no signal is missed, whichever thread gets it. */
 #define _GNU_SOURCE                    /* pipe2, memmem */
 #include "line.h"
 #include "utf8.h"
@@ -20,7 +20,7 @@
 #define MOST_LINE ((size_t)1 << 30)    /* bytes */
 enum { END_OF_INPUT = -1, BY_SIGNAL = -2, FAILED = -3 };
 
-/* ---- signals ------------------------------------------------------------------------------------------------------ */
+/* ---- signals ----------------------------------------------------------------------------------------------------- */
 
 static const int caught[] = { SIGINT, SIGTERM, SIGHUP, SIGWINCH, SIGCONT };
 enum { N_CAUGHT = sizeof caught / sizeof *caught };
@@ -66,7 +66,7 @@ void lines_rest(struct lines *l)
 
 int lines_signal(void) { return signals.ending; }
 
-/* ---- bytes -------------------------------------------------------------------------------------------------------- */
+/* ---- bytes ------------------------------------------------------------------------------------------------------- */
 
 struct lines {
     EditLine *editor;                  /* NULL: plain reading */
@@ -120,7 +120,7 @@ static int next_byte(struct lines *l)
     return there < 0 ? there : (unsigned char)l->buffer[l->at++];
 }
 
-/* ---- the editor --------------------------------------------------------------------------------------------------- */
+/* ---- the editor -------------------------------------------------------------------------------------------------- */
 
 static struct lines *lines_of(EditLine *editor)
 {
@@ -171,6 +171,7 @@ static bool clean(const char *text, size_t n, struct bytes *out)
 static unsigned char paste(EditLine *editor, int c)
 {
     static const char end[] = "\033[201~";
+    const size_t n = sizeof end - 1;
     struct lines *l = lines_of(editor);
     struct bytes raw = { 0 }, text = { 0 };
     bool ok = true, done = false;
@@ -179,9 +180,9 @@ static unsigned char paste(EditLine *editor, int c)
         int byte = next_byte(l);
         char b = (char)byte;
         ok = byte >= 0 && bytes_add(&raw, &b, 1);
-        done = ok && raw.len >= sizeof end - 1 && memcmp(raw.data + raw.len - (sizeof end - 1), end, sizeof end - 1) == 0;
+        done = ok && raw.len >= n && memcmp(raw.data + raw.len - n, end, n) == 0;
     }
-    if (done) raw.len -= sizeof end - 1;
+    if (done) raw.len -= n;
     ok = clean(raw.data, raw.len, &text) && (!text.len || el_insertstr(editor, text.data) == 0);
     bytes_free(&raw);
     bytes_free(&text);
@@ -204,7 +205,7 @@ static bool open_editor(struct lines *l)
     el_set(l->editor, EL_GETCFN, get_character);
     el_set(l->editor, EL_PROMPT_ESC, sign_of, '\1');
     el_set(l->editor, EL_HIST, history, l->history);
-    el_set(l->editor, EL_ADDFN, "paste", "Insert pasted text", paste);
+    el_wset(l->editor, EL_ADDFN, L"paste", L"Insert pasted text", paste);  /* el_set would lose copies of the texts */
     el_set(l->editor, EL_BIND, "\033[200~", "paste", NULL);
     el_set(l->editor, EL_BIND, "\033[3~", "ed-delete-next-char", NULL);
     el_set(l->editor, EL_BIND, "\033[1~", "ed-move-to-beg", NULL);
@@ -253,7 +254,7 @@ void lines_remember(struct lines *l, const char *text)
     if (l->history && *text) history(l->history, &event, H_ENTER, text);
 }
 
-/* ---- lines -------------------------------------------------------------------------------------------------------- */
+/* ---- lines ------------------------------------------------------------------------------------------------------- */
 
 static enum line_end ended(int how, struct error *e)
 {

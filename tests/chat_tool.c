@@ -74,8 +74,12 @@ int main(int argc, char **argv)
     char note[200], *line = NULL;
     size_t cap = 0;
     bool ok = argc > 1 && gguf_open(&g, argv[1], true, &e) && tokenizer_open(&t, g, note, &e);
-    if (ok && argc > 2) source.ptr = chat_builtin(argv[2]) ? chat_builtin(argv[2]) : argv[2], source.len = strlen(source.ptr);
-    else ok = ok && chat_model_template(g, &source, &e);
+    if (ok && argc > 2) {
+        source.ptr = chat_builtin(argv[2]) ? chat_builtin(argv[2]) : argv[2];
+        source.len = strlen(source.ptr);
+    } else {
+        ok = ok && chat_model_template(g, &source, &e);
+    }
     struct chat_options o = { source.ptr, source.len, false, 1721999999 };
     ok = ok && chat_open(&chat, t, &o, &e) && conversation_open(&c, chat, &e);
     for (ssize_t n; ok && (n = getline(&line, &cap, stdin)) > 0;) {
