@@ -4,9 +4,9 @@
  *
  * One JSON object a line. The first gives the limits measured in the same run: bytes read per second by one and by two
  * threads, and int8 multiply-adds per second of one core in a loop without loads. Then for each type: bytes of weights
- * read per second by products with one token (one and two threads, packed; one thread, as in the file), and multiply-adds
- * per second and core with 8, 32, 128 and 512 tokens. All are the best of several interleaved repetitions in processor
- * time, so that a busy machine shows little. */
+ * read per second by products with one token (one and two threads, packed; one thread, as in the file), and
+ * multiply-adds per second and core with 8, 32, 128 and 512 tokens. All are the best of several repetitions in
+ * processor time, so that a busy machine shows little. */
 #include "kernels.h"
 
 #include <immintrin.h>
@@ -107,7 +107,8 @@ static void print_limits(const char *isa)
     memset(data, 1, bytes);
     double one = 0, two = 0, products = 0;
     for (int i = 0; i < REPEAT; i++) {
-        struct part whole = { data, bytes, 0 }, half[2] = { { data, bytes / 2, 0 }, { data + bytes / 2, bytes / 2, 0 } };
+        struct part whole = { data, bytes, 0 };
+        struct part half[2] = { { data, bytes / 2, 0 }, { data + bytes / 2, bytes / 2, 0 } };
         read_part(&whole);
         if ((double)bytes / whole.seconds > one) one = (double)bytes / whole.seconds;
         pthread_t other;
