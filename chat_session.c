@@ -173,11 +173,12 @@ static void tell_statistics(const struct session *s, const struct reply *r, size
     double read = r->read - r->begun, write = r->done - r->read;
     bool dim = s->in->color && isatty(STDERR_FILENO);
     if (dim) fputs("\033[2m", stderr);
-    say("%sprompt %zu tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, context %zu of %lld%s",
+    char of[32] = "";                  /* with --window the text has no bound */
+    if (!s->options->window) snprintf(of, sizeof of, " of %lld", (long long)engine_ctx(s->in->engine));
+    say("%sprompt %zu tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, context %zu%s%s",
         dim ? "" : "gen: ", n_prompt, (long long)r->reused,
         (double)((int64_t)n_prompt - r->reused) / (read > 0 ? read : 1e-9), s->tokens.len - n_prompt,
-        (double)steps / (write > 0 ? write : 1e-9), s->tokens.len, (long long)engine_ctx(s->in->engine),
-        r->finish_reason ? "" : "; stopped");
+        (double)steps / (write > 0 ? write : 1e-9), s->tokens.len, of, r->finish_reason ? "" : "; stopped");
     if (dim) fputs(color_none, stderr);
 }
 
@@ -398,19 +399,15 @@ static bool command_kv(struct session *s, const char *arg, struct error *e)
     enum { WIDE = 64 };
     const struct options *o = s->options;
     struct kv_usage kv = engine_kv_usage(s->in->engine);
-    int64_t ctx = engine_ctx(s->in->engine), held = sequence_length(s->sequence);
-    int64_t page = o->layout == KV_PAGED ? o->page_size : ctx, pages = (ctx + page - 1) / page;
-    int64_t used = (held + page - 1) / page, cell = (pages + WIDE - 1) / WIDE;
-    char picture[WIDE + 1];
+    double used = (double)kv.bytes_used, reserved = (double)kv.bytes_reserved;
+    char picture[WIDE + 1] = "";
     (void)arg;
     (void)e;
-    for (int64_t i = 0; i < WIDE; i++)
-        picture[i] = i * cell >= pages ? '\0' : i * cell < used ? '#' : '.';
-    picture[WIDE] = '\0';
+    for (int i = 0; i < WIDE; i++) picture[i] = i * reserved < used * WIDE ? '#' : '.';
     say("[%s]", picture);
-    say("%lld of %lld pages of %lld tokens hold %lld tokens; each sign is %lld page%s", (long long)used,
-        (long long)pages, (long long)page, (long long)held, (long long)cell, cell == 1 ? "" : "s");
-    say("%.1f of %.1f MB; %zu bytes a token", 1e-6 * (double)kv.bytes_used, 1e-6 * (double)kv.bytes_reserved,
+    say("%lld tokens in %d page%s of %lld; %.1f of %.1f MB, %zu bytes a token", (long long)sequence_length(s->sequence),
+        kv.pages, kv.pages == 1 ? "" : "s",
+        (long long)(o->layout == KV_PAGED ? o->page_size : engine_ctx(s->in->engine)), 1e-6 * used, 1e-6 * reserved,
         kv.bytes_per_token);
     say("%lld of the %lld tokens of all prompts were in the cache", (long long)s->reused, (long long)s->prompted);
     return true;

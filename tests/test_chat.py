@@ -367,7 +367,7 @@ def test_commands(gen, chain, tmp_path):
         "/set ctx-size 5": "--ctx-size cannot", "/set seed -1": "seed", "/set model x": "--model cannot",
         "/set q": "--quiet cannot", "/set l 999999+1": "999999", "/set r \\": "", "/regen x": "", "/undo": "0 messages",
         "/undo ": "no message to take back", "/regen": "no reply to make again", "/help": "/system TEXT",
-        "/kv": "of 128 pages", "/tokens": "of 4096 tokens", f"/read {file}": "11 bytes"}
+        "/kv": "in 1 page of 32", "/tokens": "of 4096 tokens", f"/read {file}": "11 bytes"}
     text, turns, err = chat(gen, chain, "x", *given, "go", "/tokens 99")
     for line, says in given.items():
         assert says in err, (line, says, err)
