@@ -23,7 +23,7 @@ MAY_INCLUDE = {
     "engine": "model kvcache kvstore backend lookup",
     # its parts
     "input": "",
-    "jinja": "",
+    "jinja": "tokenizer",
     "json": "",
     "sampler": "",
     "line": "utf8",
