@@ -205,16 +205,16 @@ const float *sequence_logits_at(const struct sequence *s, int64_t pos)
 
 const float *sequence_logits(const struct sequence *s) { return sequence_logits_at(s, s->n - 1); }
 
-/* The largest length <= n at which the sequence can go on: a block that is not whole needs its raw rows, and the windows that the next
- * row sees must be there. */
+/* The largest length <= n at which the sequence can go on: a block that is not whole needs its raw rows, and what the next row sees and
+ * the page that it lies on must be there. */
 static int64_t resumable(const struct sequence *s, int64_t n)
 {
     const struct engine *g = s->g;
     for (int i = 0; i < KV_GROUPS; i++)
         if (!kv_table_holds(&s->raw[i], &g->raw[i], n / KV_BLOCK * KV_BLOCK, n)) n = n / KV_BLOCK * KV_BLOCK;
     for (int i = 0; i < KV_GROUPS; i++) {
-        int64_t first = kv_window_range(n, g->sinks[i], g->window[i]).first;
-        if (!kv_table_holds(&s->main[i], &g->main[i], first, n)) return 0;
+        int64_t first = kv_window_range(n, g->sinks[i], g->window[i]).first, page = n - n % g->main[i].shape.page_size;
+        if (!kv_table_holds(&s->main[i], &g->main[i], first < page ? first : page, n)) return 0;
     }
     return n;
 }
