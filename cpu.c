@@ -63,14 +63,6 @@ struct cpu {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------- */
 
-/* Reserved memory that is used from end to end, in large pages where the system has them. */
-static void *reserve(size_t bytes, const char *what, struct error *e)
-{
-    void *p = reserve_bytes(bytes, what, e);
-    if (p) madvise(p, bytes, MADV_HUGEPAGE);
-    return p;
-}
-
 /* Cuts 64-byte aligned pieces off an arena; with base NULL it only adds up. */
 struct carver { char *base; size_t used; };
 static void *carve(struct carver *c, size_t count, size_t size)
@@ -265,7 +257,8 @@ static bool load_weights(struct cpu *c, void (*progress)(double), struct error *
         }
         if (pass) break;
         c->weights_bytes = v.used;
-        c->weights = v.base = reserve(v.used, "the weights", e);
+        c->weights = v.base = reserve_bytes(v.used, "the weights", e);
+        if (v.base) madvise(v.base, v.used, MADV_HUGEPAGE);           /* read from end to end for each token */
         l.pieces = alloc_zeroed(n_pieces, sizeof *l.pieces, "the list of weight pieces", e);
         if (!v.base || !l.pieces) break;
         v.used = 0;
@@ -785,7 +778,7 @@ static bool open_parts(struct cpu *c, const struct backend_options *o, struct er
     struct carver v = { NULL, 0 };
     carve_all(c, &v);
     c->arena_bytes = v.used;
-    c->arena = v.base = reserve(v.used, "working memory: lower --batch-size", e);
+    c->arena = v.base = reserve_bytes(v.used, "working memory: lower --batch-size", e);
     if (!v.base) return false;
     v.used = 0;
     carve_all(c, &v);
