@@ -67,7 +67,7 @@ SUBMAKE = $(MAKE) --silent --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),
 export ASAN_OPTIONS ?= exitcode=99:allocator_may_return_null=1
 export UBSAN_OPTIONS ?= exitcode=99:print_stacktrace=1
 
-.PHONY: all deps run test test-c sanitize fuzz check-long bench programs install uninstall clean help FORCE
+.PHONY: all deps run test test-c sanitize fuzz check-long bench readme programs install uninstall clean help FORCE
 .DELETE_ON_ERROR:
 
 all: $(PROGRAM) ## build ./gen (the default)
@@ -121,6 +121,9 @@ bench: ## measure gen beside llama.cpp, built from PyPI's source package; see be
 	@$(if $(PLOT),$(PYTHON) -c 'import matplotlib' 2>/dev/null || $(PYTHON) -m pip install -q matplotlib==3.11.2)
 	@$(PYTHON) bench/compare.py --gen ./$(PROGRAM) --peer '$(PEER)' $(if $(BENCH),--tests '$(BENCH)') \
 	    $(if $(MODELS),--models '$(MODELS)') $(if $(PLOT),--plot '$(PLOT)') $(BENCH_ARGS)
+
+readme: $(PROGRAM) ## put the program's option tables into README.md
+	@python3 tests/readme.py ./$(PROGRAM)
 
 install: $(PROGRAM) ## install gen into PREFIX (/usr/local) under DESTDIR
 	install -d '$(DESTDIR)$(PREFIX)/bin'

@@ -43,14 +43,14 @@ bool result_json(struct bytes *out, const struct result *r, const struct tokeniz
     json_t *tokens = json_array();
     for (size_t i = 0; i < r->n_tokens; i++) json_array_append_new(tokens, json_integer(r->tokens[i]));
     json_t *object = json_pack(
-        "{s:o, s:o, s:s?, s:{s:I, s:I, s:I}, s:{s:f, s:f, s:f}, s:{s:s, s:s, s:s, s:I, s:I, s:i, s:i}, s:I, s:s?}",
+        "{s:o, s:o, s:s?, s:{s:I, s:I, s:I}, s:{s:f, s:f, s:f}, s:{s:s, s:s, s:s, s:I, s:I, s:i, s:I}, s:I, s:s?}",
         "text", json_text(r->text, r->text_len), "tokens", tokens, "finish_reason", r->finish_reason,
         "usage", "prompt_tokens", (json_int_t)r->prompt_tokens, "cached_tokens", (json_int_t)r->cached_tokens,
         "completion_tokens", (json_int_t)r->n_tokens,
         "timings", "load_ms", ms(r->load_s), "prefill_ms", ms(r->prefill_s), "decode_ms", ms(r->decode_s),
         "kv", "layout", r->layout == KV_PAGED ? "paged" : "contiguous", "type_k", kv_type_name(r->type_k),
         "type_v", kv_type_name(r->type_v), "bytes_used", (json_int_t)r->kv.bytes_used,
-        "bytes_reserved", (json_int_t)r->kv.bytes_reserved, "pages", r->kv.pages, "evicted_tokens", 0,
+        "bytes_reserved", (json_int_t)r->kv.bytes_reserved, "pages", r->kv.pages, "evicted_tokens", (json_int_t)r->evicted_tokens,
         "seed", (json_int_t)r->seed, "logits_sha256", r->logits_sha256[0] ? r->logits_sha256 : NULL);
     if (object && r->n_top >= 0) json_object_set_new(object, "logprobs", json_logprobs(r, t));
     return json_line(out, object, e);

@@ -12,7 +12,7 @@ struct result {
     const int32_t *tokens;             /* [n_tokens] generated ids; the token that ended the text is not among them */
     size_t n_tokens;
     const char *finish_reason;         /* "stop", "length", "context"; NULL = interrupted */
-    int64_t prompt_tokens, cached_tokens;
+    int64_t prompt_tokens, cached_tokens, evicted_tokens;
     double load_s, prefill_s, decode_s;
     enum kv_layout layout;
     enum kv_type type_k, type_v;
@@ -26,7 +26,7 @@ struct result {
 /* Appends the object of cli.md on one line, with a line end. Errors: GEN_RUN for memory. */
 bool result_json(struct bytes *out, const struct result *r, const struct tokenizer *t, struct error *e);
 
-/* "f32", "f16" */
+/* "f32", "f16", ... */
 const char *kv_type_name(enum kv_type t);
 
 #endif

@@ -194,6 +194,13 @@ void sequence_close(struct sequence *s)
 }
 
 int64_t sequence_length(const struct sequence *s) { return s->n; }
+
+int64_t sequence_evicted(const struct sequence *s)
+{
+    int64_t kept = (int64_t)s->g->sinks[KV_GLOBAL] + s->g->o.window;
+    return s->g->o.window > 0 && s->n > kept ? s->n - kept : 0;
+}
+
 const int32_t *sequence_tokens(const struct sequence *s) { return s->tokens; }
 
 const float *sequence_logits_at(const struct sequence *s, int64_t pos)

@@ -65,6 +65,7 @@ int64_t sequence_cut(struct sequence *s, int64_t n);
 const float *sequence_logits(const struct sequence *s);
 const float *sequence_logits_at(const struct sequence *s, int64_t pos);
 int64_t sequence_length(const struct sequence *s);
+int64_t sequence_evicted(const struct sequence *s);      /* tokens that no new token sees any more, because of the window option */
 const int32_t *sequence_tokens(const struct sequence *s);
 
 #endif

@@ -477,6 +477,7 @@ static bool print_json(struct program *p, struct error *e)
     r->type_k = p->o.type_k;
     r->type_v = p->o.type_v;
     r->kv = engine_kv_usage(p->engine);
+    r->evicted_tokens = sequence_evicted(p->sequence);
     r->seed = p->o.seed;
     r->n_top = p->o.logprobs;
     r->logprobs = p->logprobs;
