@@ -1,18 +1,18 @@
 /* kernels.h - the CPU's arithmetic: one table of functions per instruction set, all compiled from the same sources.
  *
- * Law: for one instruction set an output's bits depend on its inputs alone, never on how many rows or columns are computed
- * together. Every output has one accumulator, and its terms are added in one order:
+ * Law: for one instruction set an output's bits depend on its inputs alone, never on how many rows or columns are
+ * computed together. Every output has one accumulator, and its terms are added in one order:
  *
  *   quantised weights:  acc = 0; for each block b of 32 columns in rising order
  *                           acc = fma(D[b] * d[b], (float)I[b], acc)            I = exact integer sum of code * q
  *                           acc = fma(M[b], s[b], acc)                          only for types with a minimum
- *                       D, M: the weight block's scale and minimum in float; d, s: the activation block's scale and d * sum of q.
- *                       Sub-blocks of 16 (Q2_K, Q3_K, Q6_K): I = sc0*I0 + sc1*I1 in integers; minima (Q2_K): fma(M0,s0,..),
- *                       fma(M1,s1,..) with s0, s1 = d * sum of q over each half.
+ *                       D, M: the weight block's scale and minimum in float; d, s: the activation block's scale and d *
+ *                       sum of q. Sub-blocks of 16 (Q2_K, Q3_K, Q6_K): I = sc0*I0 + sc1*I1 in integers; minima (Q2_K):
+ *                       fma(M0,s0,..), fma(M1,s1,..) with s0, s1 = d * sum of q over each half.
  *   float weights:      one vector accumulator over the columns, its lanes summed in a fixed tree at the end.
  *
- * As the integer sums are exact, quantised products have the same bits for any layout of the weights and for every instruction
- * set with fused multiply-add. */
+ * As the integer sums are exact, quantised products have the same bits for any layout of the weights and for every
+ * instruction set with fused multiply-add. */
 #ifndef KERNELS_H
 #define KERNELS_H
 
@@ -45,9 +45,10 @@ struct weight {
     const void *data;
 };
 
-/* Attention of a few query rows over the keys of one split: partial results in the online-softmax form. The rows share one KV
- * head; row i sees keys [first[i], last[i]] of the split. Keys are taken in steps of 32 at absolute multiples of 32:
- * m' = max(m, scores), l = l * exp(m - m') + sum p, o = o * exp(m - m') + sum p * v. A row that sees nothing gets m = -inf, l = 0, o = 0. */
+/* Attention of a few query rows over the keys of one split: partial results in the online-softmax form. The rows share
+ * one KV head; row i sees keys [first[i], last[i]] of the split. Keys are taken in steps of 32 at absolute multiples of
+ * 32: m' = max(m, scores), l = l * exp(m - m') + sum p, o = o * exp(m - m') + sum p * v. A row that sees nothing gets
+ * m = -inf, l = 0, o = 0. */
 struct attend {
     const struct kv_view *view;
     int layer, head;                   /* layer in the group, KV head */
@@ -74,21 +75,24 @@ struct kernels {
     int tile;                          /* rows in a packed tile; row ranges given to matmul start at multiples of it */
 
     /* Packing: bytes for all rows (the last tile is padded), 0 for a type that is used as it stands in the file.
-     * pack converts the GGUF rows of tiles [tile0, tile1) (src points at the first row of tile0) into dst (start of the whole matrix). */
+     * pack converts the GGUF rows of tiles [tile0, tile1) (src points at the first row of tile0) into dst (start of the
+     * whole matrix). */
     size_t (*packed_bytes)(enum tensor_type type, int64_t rows, int64_t cols);
-    void (*pack)(enum tensor_type type, const void *src, int64_t rows, int64_t cols, int64_t tile0, int64_t tile1, void *dst);
+    void (*pack)(enum tensor_type type, const void *src, int64_t rows, int64_t cols, int64_t tile0, int64_t tile1,
+                 void *dst);
     /* out[cols] = row r of w in floats, the same bits as the scalar dequantiser. */
     void (*row)(const struct weight *w, int64_t r, float *out);
 
-    /* Quantises row t of x: fills row t of b from f. A block whose largest magnitude is below 127 * 2^-126 becomes zero;
-     * one with an infinity or a NaN gets d = s = NaN, which reaches every output. */
+    /* Quantises row t of x: fills row t of b from f. A block whose largest magnitude is below 127 * 2^-126 becomes
+     * zero; one with an infinity or a NaN gets d = s = NaN, which reaches every output. */
     void (*quantise)(const struct acts *x, int t);
-    /* y[(t - t0) * ld + (r - row0)] = W[r] . x[t] for rows [row0, row1) and tokens [t0, t1). `scratch` has scratch_bytes(w). */
+    /* y[(t - t0) * ld + (r - row0)] = W[r] . x[t] for rows [row0, row1) and tokens [t0, t1). `scratch` has
+     * scratch_bytes(w). */
     void (*matmul)(const struct weight *w, int64_t row0, int64_t row1, const struct acts *x, int t0, int t1,
                    float *y, size_t ld, void *scratch);
     size_t (*scratch_bytes)(const struct weight *w);
 
-    /* ---- the rest of a layer (kernels.inc) ---- */
+    /* ---- the rest of a layer (layer.inc) ---- */
     /* out = x / sqrt(mean(x*x) + eps) * w */
     void (*rms_norm)(const float *x, const float *w, int n, float eps, float *out);
     void (*add)(float *x, const float *y, int n);                        /* x += y */
@@ -105,13 +109,14 @@ struct kernels {
     void (*seal)(const void *raw, void *tile, enum kv_type type, int n, bool keys);
     /* Attention of n_q query rows over one split of keys: see struct attend. */
     void (*attend)(const struct attend *a);
-    /* Joins the split (m1, l1, o1[n]) to the splits before it (m, l, o); an empty state is m = -inf, l = 0, o = 0. Splits are joined
-     * in rising order of their keys. */
+    /* Joins the split (m1, l1, o1[n]) to the splits before it (m, l, o); an empty state is m = -inf, l = 0, o = 0.
+     * Splits are joined in rising order of their keys. */
     void (*join)(float *m, float *l, float *o, float m1, float l1, const float *o1, int n);
-    void (*soft_cap)(float *x, int n, float cap);
+    void (*soft_cap)(float *x, int n, float cap);                        /* x = cap * tanh(x / cap) */
 };
 
-/* Table for `name`, or the best usable one for NULL. NULL and *e (GEN_USAGE) when name is unknown or this machine lacks it. */
+/* Table for `name`, or the best usable one for NULL. NULL and *e (GEN_USAGE) when name is unknown or this machine lacks
+ * it. */
 const struct kernels *kernels_choose(const char *name, struct error *e);
 /* All compiled tables, best last. */
 extern const struct kernels *const kernel_tables[];

@@ -1,28 +1,30 @@
-/* kvcache.h - the contract of the KV cache that every backend's compiler reads: what a page is, where a row lies, how it is
- * kept, which rows a query sees.
+/* kvcache.h - the contract of the KV cache that every backend's compiler reads: what a page is, where a row lies, how
+ * it is kept, which rows a query sees.
  *
- * A page holds `page_size` tokens (a multiple of KV_BLOCK) of all layers of a group. Contiguous is the one-page case. In a page, each
- * layer has one key plane and one value plane; a plane is a sequence of tiles, one per (KV head, block of 32 tokens):
+ * A page holds `page_size` tokens (a multiple of KV_BLOCK) of all layers of a group. Contiguous is the one-page case.
+ * In a page, each layer has one key plane and one value plane; a plane is a sequence of tiles, one per (KV head, block
+ * of 32 tokens):
  *
  *   page:   layer 0 | layer 1 | ...
  *   layer:  K of head 0, head 1, ... | V of head 0, head 1, ...
  *   head:   tile of tokens 0..31 | tile of tokens 32..63 | ...
  *   tile:   means | scales | codes                      (means and scales only where the type has them)
  *
- *   K codes  [head][32]  channel-major: lane t of row d is channel d of token t. A query's scores for 32 keys are one chain of
- *                        multiply-adds per key in the order of d, without horizontal sums.
+ *   K codes  [head][32]  channel-major: lane t of row d is channel d of token t. A query's scores for 32 keys are one
+ *                        chain of multiply-adds per key in the order of d, without horizontal sums.
  *   V codes  [32][head]  token-major: row t is added to the output with the weight of token t.
  *   int4     K [head][16], V [16][head]: a byte's low nibble is token u = 0..15, its high nibble token u + 16.
  *   scales   [blocks][32]: one per token and block of channels (kv_blocks), f16; int4: one byte, see kv_small_scale.
  *   means    [head] f16, int4 keys only: the mean of each channel over the tile's tokens, taken out before coding.
  *
- * Keys are stored after RoPE at their absolute position and are never turned again. Rows of the types below f16 are kept in a
- * rotated basis (Hadamard, per head), which spreads outlier channels over all: queries are rotated likewise, outputs rotated back.
+ * Keys are stored after RoPE at their absolute position and are never turned again. Rows of the types below f16 are
+ * kept in a rotated basis (Hadamard, per head), which spreads outlier channels over all: queries are rotated likewise,
+ * outputs rotated back.
  *
- * Sealing. A block of the types below f16 is quantised once, when all its 32 rows are there. A query sees its own block and block 0 in
- * raw form (f16) and all other blocks sealed, whether it is part of a prompt or generated, so a row's result does not depend on how the
- * rows before it came. Raw blocks live in slots of their own; kept are those of block 0, of the last two blocks, and of a chunk
- * while it is computed. */
+ * Sealing. A block of the types below f16 is quantised once, when all its 32 rows are there. A query sees its own block
+ * and block 0 in raw form (f16) and all other blocks sealed, whether it is part of a prompt or generated, so a row's
+ * result does not depend on how the rows before it came. Raw blocks live in slots of their own; kept are those of block
+ * 0, of the last two blocks, and of a chunk while it is computed. */
 #ifndef KVCACHE_H
 #define KVCACHE_H
 
@@ -41,7 +43,7 @@ enum kv_type { KV_F32, KV_F16, KV_BF16, KV_FP8, KV_INT8, KV_INT4, KV_TYPES };
 static inline bool kv_sealed(enum kv_type t) { return t >= KV_FP8; }
 static inline enum kv_type kv_raw_type(enum kv_type t) { return kv_sealed(t) ? KV_F16 : t; }
 
-/* Blocks of channels that share a token's scale: 32 channels each, the last one with what is left over; 0 = no scales. */
+/* Blocks of channels that share a token's scale: 32 channels each, the last with what is left over; 0 = no scales. */
 static inline int kv_blocks(enum kv_type t, int head)
 {
     return !kv_sealed(t) ? 0 : t == KV_FP8 || head < 64 ? 1 : head / 32;
@@ -64,7 +66,10 @@ struct kv_shape {
 };
 
 /* Bytes in front of a tile's codes. `means`: the tile is of keys. */
-static inline size_t kv_mean_bytes(enum kv_type t, int head, bool keys) { return t == KV_INT4 && keys ? 2 * (size_t)head : 0; }
+static inline size_t kv_mean_bytes(enum kv_type t, int head, bool keys)
+{
+    return t == KV_INT4 && keys ? 2 * (size_t)head : 0;
+}
 static inline size_t kv_scale_bytes(enum kv_type t, int head)
 {
     return (size_t)kv_blocks(t, head) * KV_BLOCK * (t == KV_INT4 ? 1 : 2);
@@ -96,14 +101,15 @@ static inline double kv_token_bytes(const struct kv_shape *s)
 struct kv_slots {
     const struct kv_shape *shape;
     unsigned char *base;
-    const int32_t *pages;              /* [tokens / page_size, rounded up]: page of the i-th stretch of page_size tokens; -1 = gone */
+    const int32_t *pages;              /* [tokens / page_size, rounded up] page of each page_size tokens; -1 = gone */
 };
 
 /* One sequence in one layer group. */
 struct kv_view {
     struct kv_slots main;              /* all tokens; for sealed types their full blocks */
     struct kv_slots raw;               /* pages of one block, raw types; shape NULL where no type is sealed */
-    int sinks, window;                 /* a query sees the first `sinks` tokens and the last `window`, its own included; 0 = all */
+    int sinks, window;                 /* a query sees the first `sinks` tokens and the last `window` (its own is one);
+                                        * 0 = all */
 };
 
 /* The slots in which a query at `pos` finds the block that starts at `block`, and those that rows are written to. */
@@ -130,9 +136,10 @@ static inline unsigned char *kv_v_tile(const struct kv_slots *v, int layer, int 
          + ((size_t)head * tiles + tile) * kv_v_tile_bytes(s);
 }
 
-/* What the query at position `pos` sees: two ranges of tokens, [first, last] each (empty: last < first), and the position that the
- * query is turned to for each. Sinks are looked at as from the position where they would be `window` away, however far the text has
- * gone on since: they look as near as they lie in the cache (Xiao et al. 2023, "Efficient Streaming Language Models"). */
+/* What the query at position `pos` sees: two ranges of tokens, [first, last] each (empty: last < first), and the
+ * position that the query is turned to for each. Sinks are looked at as from the position where they would be `window`
+ * away, however far the text has gone on since: they look as near as they lie in the cache (Xiao et al. 2023,
+ * "Efficient Streaming Language Models"). */
 struct kv_range { int64_t first, last, query; };
 static inline struct kv_range kv_sink_range(int64_t pos, int sinks, int window)
 {
@@ -145,7 +152,7 @@ static inline struct kv_range kv_window_range(int64_t pos, int sinks, int window
     return (struct kv_range){ first < sinks ? sinks : first, pos, pos };
 }
 
-/* ---- the page pool (kvcache.c) ------------------------------------------------------------------------------------ */
+/* ---- the page pool (kvcache.c) ---------------------------------------------------------------------------------- */
 
 struct error;
 

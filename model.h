@@ -1,7 +1,7 @@
 /* model.h - a transformer as data: hyper-parameters, and weights bound by name once to fields.
  *
- * The forward pass sees only these fields. Shapes are written [rows][columns]; a matrix W[rows][columns] maps a vector of
- * `columns` floats to `rows` floats, and its rows are contiguous in the file. */
+ * The forward pass sees only these fields. Shapes are written [rows][columns]; a matrix W[rows][columns] maps a vector
+ * of `columns` floats to `rows` floats, and its rows are contiguous in the file. */
 #ifndef MODEL_H
 #define MODEL_H
 
@@ -11,19 +11,20 @@
 enum rope_order { ROPE_PAIRS, ROPE_HALVES };   /* element 2i turns with 2i+1 (llama), or i with i + n/2 (NeoX) */
 enum activation { ACT_SILU, ACT_GELU };        /* GELU in the tanh form */
 
-/* Angles of one kind of layer. Pair i at position p turns by p * freq[i] radians; the result is multiplied by `scale`. */
+/* Angles of one kind of layer. Pair i at position p turns by p * freq[i] radians and is multiplied by `scale`. */
 struct rope {
     int n;                             /* dimensions that turn, the first n of a head; even, <= head size */
     double *freq;                      /* [n/2] radians per position, scaling and factors included */
     float scale;                       /* YaRN / longrope magnitude; 1 otherwise */
 };
 
-/* One layer's weights. NULL = the architecture has none. A fused tensor is referred to by several fields with `row0`. */
+/* One layer's weights. NULL = the architecture has none. Several fields with `row0` refer to a fused tensor. */
 struct matrix { const struct gguf_tensor *tensor; uint64_t row0, rows, columns; };
 
 struct layer {
     const struct gguf_tensor *attn_norm;           /* [n_embd] */
-    struct matrix q, k, v;                         /* [n_head*head_k][n_embd], [n_kv*head_k][n_embd], [n_kv*head_v][n_embd] */
+    struct matrix q;                               /* [n_head*head_k][n_embd] */
+    struct matrix k, v;                            /* [n_kv*head_k][n_embd], [n_kv*head_v][n_embd] */
     const struct gguf_tensor *q_bias, *k_bias, *v_bias, *o_bias;
     const struct gguf_tensor *q_norm, *k_norm;     /* [head_k], per head, before RoPE */
     struct matrix o;                               /* [n_embd][n_head*head_v] */
@@ -62,11 +63,12 @@ struct model {
 struct model_options {
     double rope_freq_base;             /* 0 = the file's */
     double rope_scale;                 /* 0 = the file's; positions are divided by it (linear scaling) */
-    int ctx;                           /* the context that will be used (0 = the model's): chooses longrope's factors once */
+    int ctx;                           /* the context to be used (0 = the model's): chooses longrope's factors once */
 };
 
-/* Binds the file's tensors, checks every shape against the hyper-parameters. Keeps g (closed by model_close). *note receives
- * a one-line remark for stderr or "". Errors (GEN_MODEL): one sentence naming key or tensor, expected and found. */
+/* Binds the file's tensors, checks every shape against the hyper-parameters. Keeps g (closed by model_close). *note
+ * receives a one-line remark for stderr or "". Errors (GEN_MODEL): one sentence naming key or tensor, expected and
+ * found. */
 bool model_open(struct model **out, struct gguf *g, const struct model_options *o, char note[200], struct error *e);
 void model_close(struct model *m);
 

@@ -17,8 +17,8 @@ int team_size(const struct team *t);
 void team_run(struct team *t, team_job job, void *user);
 /* Inside a job: waits until every thread has come here. */
 void team_barrier(struct team *t);
-/* Inside a job, between two barriers: hands out the numbers 0..n-1 in pieces of `chunk`, each to one thread, until all are taken.
- * false: none is left. Each counter serves one phase; counters of the last phase are reset by the barrier. */
+/* Inside a job, between two barriers: hands out the numbers 0..n-1 in pieces of `chunk`, each to one thread, until all
+ * are taken. false: none is left. There is one counter, which the barrier sets back to 0. */
 bool team_take(struct team *t, int n, int chunk, int *begin, int *end);
 
 /* Cores that this process may use: affinity mask and cgroup quota. */

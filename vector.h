@@ -1,7 +1,7 @@
 /* vector.h - a float vector of the width of the instruction set that includes it (16, 8 or 4 lanes).
  *
- * Arithmetic is the compiler's own on vector types; what it cannot express (fused multiply-add, maximum, half floats) has one
- * wrapper each. Every function gives the same bits for the same lane values, whatever the compiler. */
+ * Arithmetic is the compiler's own on vector types; what it cannot express (fused multiply-add, maximum, half floats)
+ * has one wrapper each. Every function gives the same bits for the same lane values, whatever the compiler. */
 #ifndef VECTOR_H
 #define VECTOR_H
 
@@ -46,7 +46,10 @@ INLINE vf v_fp8(const uint8_t *p)      /* e4m3: moved up, its bits are a half fl
                         _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7));
     return (vf)_mm512_cvtph_ps(x) * 256;
 }
-INLINE vf v_int8(const int8_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p))); }
+INLINE vf v_int8(const int8_t *p)
+{
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+}
 INLINE vf v_int4(const uint8_t *p, bool high)      /* the high or the low nibbles, -8..7 */
 {
     __m128i x = _mm_loadu_si128((const void *)p), eight = _mm_set1_epi8(8);
@@ -70,7 +73,10 @@ INLINE vf v_fp8(const uint8_t *p)
                      _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f)), 7));
     return (vf)_mm256_cvtph_ps(x) * 256;
 }
-INLINE vf v_int8(const int8_t *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p))); }
+INLINE vf v_int8(const int8_t *p)
+{
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
+}
 INLINE vf v_int4(const uint8_t *p, bool high)
 {
     __m128i x = _mm_loadl_epi64((const void *)p), eight = _mm_set1_epi8(8);
@@ -88,8 +94,8 @@ INLINE vf v_half(const uint16_t *p)
 }
 INLINE vf v_bf16(const uint16_t *p)
 {
-    vi x = { p[0] << 16, p[1] << 16, p[2] << 16, p[3] << 16 };
-    return (vf)x;
+    vi x = { p[0], p[1], p[2], p[3] };
+    return (vf)(x << 16);
 }
 INLINE vf v_fp8(const uint8_t *p)
 {
@@ -138,8 +144,9 @@ INLINE float v_highest(vf v)           /* no NaN among the lanes, or the result 
     return v[0];
 }
 
-/* exp(x): x = n ln 2 + r, |r| <= ln 2 / 2, the Taylor polynomial of degree 7 in r (error below 2 ulp), 2^n through the exponent
- * bits. Below -87.3 the result is 0, above 88.3 it is about 2e38 (scores never get there: they are at most 0); NaN stays NaN. */
+/* exp(x): x = n ln 2 + r, |r| <= ln 2 / 2, the Taylor polynomial of degree 7 in r (error below 2 ulp), 2^n through the
+ * exponent bits. Below -87.3 the result is 0, above 88.3 it is about 2e38 (scores never get there: they are at most 0);
+ * NaN stays NaN. */
 INLINE vf v_exp(vf x)
 {
     vf c = v_min(v_set(88.3f), v_max(v_set(-87.3f), x));
