@@ -8,18 +8,19 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Rounds of `pause` before a waiting thread sleeps: about 20 microseconds, several barriers' length. With more threads than cores a
- * spinning thread keeps the one it waits for from running, so then nobody spins. */
+/* Rounds of `pause` before a waiting thread sleeps: about 20 microseconds, several barriers' length. With more threads
+ * than cores a spinning thread keeps the one it waits for from running, so then nobody spins. */
 enum { SPIN = 2000 };
+
+struct member { struct team *team; int number; pthread_t thread; };
 
 struct team {
     int n;
     int spin;
-    pthread_t *threads;                /* [n - 1] */
+    struct member *members;            /* [n]; 0 is the caller's thread */
     team_job job;
     void *user;
     _Alignas(64) atomic_uint phase;    /* rises by one at every barrier, and when a job starts */
@@ -67,18 +68,15 @@ bool team_take(struct team *t, int n, int chunk, int *begin, int *end)
     return true;
 }
 
-struct start { struct team *team; int thread; };
-
 static void *work(void *arg)
 {
-    struct start s = *(struct start *)arg;
-    struct team *t = s.team;
-    free(arg);
+    const struct member *me = arg;
+    struct team *t = me->team;
     unsigned phase = 0;
     for (;;) {
         phase_wait(t, phase);
         if (t->quit) return NULL;
-        t->job(t->user, s.thread);
+        t->job(t->user, me->number);
         phase = atomic_load(&t->phase);   /* cannot move before this thread arrives */
         team_barrier(t);
         phase++;
@@ -100,13 +98,13 @@ bool team_open(struct team **out, int n, struct error *e)
     if (!t) return false;
     t->n = n;
     t->spin = n <= cores_available() ? SPIN : 0;
-    t->threads = alloc_zeroed(n, sizeof *t->threads, "the threads", e);
-    if (!t->threads) return free(t), false;
+    t->members = alloc_zeroed(n, sizeof *t->members, "the threads", e);
+    if (!t->members) return free(t), false;
     for (int i = 1; i < n; i++) {
-        struct start *s = malloc(sizeof *s);
-        if (s) *s = (struct start){ t, i };
-        if (!s || pthread_create(&t->threads[i - 1], NULL, work, s)) {
-            free(s);
+        struct member *m = &t->members[i];
+        m->team = t;
+        m->number = i;
+        if (pthread_create(&m->thread, NULL, work, m)) {
             t->n = i;
             fail(e, GEN_RUN, "cannot start %d threads: lower --threads", n);
             return team_close(t), false;
@@ -121,8 +119,8 @@ void team_close(struct team *t)
     if (!t) return;
     t->quit = true;
     phase_advance(t);
-    for (int i = 0; i < t->n - 1; i++) pthread_join(t->threads[i], NULL);
-    free(t->threads);
+    for (int i = 1; i < t->n; i++) pthread_join(t->members[i].thread, NULL);
+    free(t->members);
     free(t);
 }
 
