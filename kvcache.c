@@ -10,8 +10,10 @@ bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, 
 {
     *p = (struct kv_pool){ .shape = *shape, .n_pages = n_pages };
     if (n_pages == 0) return true;     /* the model has no layers of this group */
-    if (!size_mul(kv_page_bytes(shape), (size_t)n_pages, &p->reserved))
+    /* in floating point, since the size of one page alone may be more than a size_t holds */
+    if (kv_token_bytes(shape) * shape->page_size * n_pages > (double)PTRDIFF_MAX)
         return fail(e, GEN_RUN, "the KV cache is too large to address: lower --ctx-size");
+    p->reserved = kv_page_bytes(shape) * (size_t)n_pages;
     p->free = alloc_zeroed(n_pages, sizeof *p->free, "the list of free KV pages", e);
     p->refs = alloc_zeroed(n_pages, sizeof *p->refs, "the KV pages' reference counts", e);
     if (!p->free || !p->refs) return kv_pool_close(p), false;
