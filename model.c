@@ -16,10 +16,11 @@ struct arch {
     bool post_norm;                    /* attention and feed-forward outputs are normalised before they are added */
     bool qkv_bias;                     /* q, k and v must have a bias */
     bool embd_sqrt;                    /* embeddings are multiplied by sqrt(n_embd) */
-    int local_of;                      /* of each `local_of` layers all but the last have a window; 1 = all have, 0 = none */
+    int local_of;                      /* of each `local_of` layers all but the last have a window; 1 = all, 0 = none */
     int default_window;                /* where the file names none */
-    double local_base;                 /* RoPE base of windowed layers where the file names none; 0 = as the global one */
-    int wide_layers;                   /* with this many layers scores are scaled by n_embd / n_head (27B Gemmas); 0 = never */
+    double local_base;                 /* RoPE base of windowed layers where the file names none; 0 = the global one */
+    double attn_cap, logit_cap;        /* soft caps where the file names none; 0 = none */
+    int wide_layers;                   /* with this many layers scores are scaled by n_embd / n_head (27B Gemmas) */
 };
 
 static const struct arch arches[] = {
@@ -28,7 +29,7 @@ static const struct arch arches[] = {
     { "qwen3",  ROPE_HALVES, ACT_SILU, .qk_norm = true },
     { "phi3",   ROPE_HALVES, ACT_SILU, .fused = true, .local_of = 1 },
     { "gemma2", ROPE_HALVES, ACT_GELU, .post_norm = true, .embd_sqrt = true, .local_of = 2, .default_window = 4096,
-      .wide_layers = 46 },
+      .attn_cap = 50, .logit_cap = 30, .wide_layers = 46 },
     { "gemma3", ROPE_HALVES, ACT_GELU, .qk_norm = true, .post_norm = true, .embd_sqrt = true, .local_of = 6,
       .local_base = 10000, .wide_layers = 62 },
 };
@@ -45,7 +46,7 @@ const char *model_architectures(void)
     return list;
 }
 
-/* ---- numbers ------------------------------------------------------------------------------------------------------ */
+/* ---- numbers ---------------------------------------------------------------------------------------------------- */
 
 /* The key "<architecture>.<suffix>" */
 static const char *arch_key(const struct model *m, const char *suffix, char buf[128])
@@ -62,7 +63,8 @@ static bool get_int(const struct model *m, const char *suffix, int64_t lo, int64
     arch_key(m, suffix, key);
     const struct gguf_value *kv = gguf_find(m->file, key);
     if (kv && kv->type == GGUF_ARRAY)
-        return fail(e, GEN_MODEL, "%s: %s differs from layer to layer, which is not supported", gguf_path(m->file), key);
+        return fail(e, GEN_MODEL, "%s: %s differs from layer to layer, which is not supported", gguf_path(m->file),
+                    key);
     if (!gguf_get_u64(m->file, key, &v, e)) return false;
     if (v == UINT64_MAX) {
         if (*value >= 0) return true;
@@ -103,17 +105,18 @@ static bool read_sizes(struct model *m, struct error *e)
     m->n_kv = m->n_head;
     if (!get_int(m, "attention.head_count_kv", 1, 4096, &m->n_kv, e)) return false;
     if (m->n_head % m->n_kv)
-        return fail(e, GEN_MODEL, "%s: %d query heads cannot share %d key/value heads evenly", path, m->n_head, m->n_kv);
+        return fail(e, GEN_MODEL, "%s: %d query heads cannot share %d key/value heads evenly", path, m->n_head,
+                    m->n_kv);
     if (!get_int(m, "context_length", 1, INT32_MAX, &m->n_ctx, e)) return false;
     m->head_k = m->n_embd / m->n_head;
     if (!get_int(m, "attention.key_length", 1, 1024, &m->head_k, e)) return false;
     m->head_v = m->n_embd / m->n_head;
     if (!get_int(m, "attention.value_length", 1, 1024, &m->head_v, e)) return false;
     if (m->head_k < 1 || m->head_k > 1024 || m->head_v < 1 || m->head_v > 1024)
-        return fail(e, GEN_MODEL, "%s: head size %d is not supported (1 to 1024 are)", path, m->head_k);
-    double eps = NAN, attn_cap = 0, logit_cap = 0;
+        return fail(e, GEN_MODEL, "%s: head sizes of %d and %d are not supported (1 to 1024 are)", path, m->head_k,
+                    m->head_v);
+    double eps = NAN, attn_cap = m->arch->attn_cap, logit_cap = m->arch->logit_cap;
     if (!get_real(m, "attention.layer_norm_rms_epsilon", 0, 1, &eps, e)) return false;
-    if (!strcmp(m->arch->name, "gemma2")) attn_cap = 50, logit_cap = 30;
     if (!get_real(m, "attn_logit_softcapping", 0, 1e30, &attn_cap, e)) return false;
     if (!get_real(m, "final_logit_softcapping", 0, 1e30, &logit_cap, e)) return false;
     m->norm_eps = (float)eps, m->attn_cap = (float)attn_cap, m->logit_cap = (float)logit_cap;
@@ -125,10 +128,11 @@ static bool read_sizes(struct model *m, struct error *e)
     return true;
 }
 
-/* ---- RoPE --------------------------------------------------------------------------------------------------------- */
+/* ---- RoPE ------------------------------------------------------------------------------------------------------- */
 
 /* Frequencies divided by `factor` per pair where the file has factors (llama 3 `rope_freqs`, longrope). */
-static bool read_factors(const struct model *m, const char *name, int n_pairs, float *factors, bool *found, struct error *e)
+static bool read_factors(const struct model *m, const char *name, int n_pairs, float *factors, bool *found,
+                         struct error *e)
 {
     const struct gguf_tensor *t = gguf_tensor(m->file, name);
     *found = t != NULL;
@@ -144,7 +148,8 @@ static bool read_factors(const struct model *m, const char *name, int n_pairs, f
     return true;
 }
 
-/* YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2): the pair that turns `rotations` times in the original context. */
+/* YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2): the pair that turns `rotations` times in the original
+ * context. */
 static double yarn_pair(double rotations, int n, double base, double original)
 {
     return n * log(original / (rotations * 2 * M_PI)) / (2 * log(base));
@@ -205,9 +210,9 @@ static bool read_rope(struct model *m, const struct model_options *o, struct err
     if (o->rope_freq_base > 0) base = o->rope_freq_base;
     if (!get_int(m, "rope.dimension_count", 0, 1024, &n, e)) return false;
     if (n % 2 || n > m->head_k)
-        return fail(e, GEN_MODEL, "%s: %d rotated dimensions do not fit a head size of %d", gguf_path(m->file), n, m->head_k);
+        return fail(e, GEN_MODEL, "%s: %d rotated dimensions do not fit a head size of %d", gguf_path(m->file), n,
+                    m->head_k);
     if (!read_scaling(m, o, &s, e)) return false;
-    m->rope_order = m->arch->rope_order;
     m->rope_global.n = m->rope_local.n = n;
     m->rope_global.freq = alloc_zeroed(n + 2, sizeof(double), "RoPE frequencies", e);
     m->rope_local.freq = alloc_zeroed(n + 2, sizeof(double), "RoPE frequencies", e);
@@ -216,8 +221,8 @@ static bool read_rope(struct model *m, const struct model_options *o, struct err
     bool found = false, ok = read_factors(m, "rope_freqs.weight", n / 2, factors, &found, e);
     if (ok && !found) {
         int ctx = o->ctx > 0 ? o->ctx : m->n_ctx;
-        ok = read_factors(m, ctx > s.original ? "rope_factors_long.weight" : "rope_factors_short.weight", n / 2, factors,
-                          &found, e);
+        const char *name = ctx > s.original ? "rope_factors_long.weight" : "rope_factors_short.weight";
+        ok = read_factors(m, name, n / 2, factors, &found, e);
     }
     if (ok) {
         /* Gemma's windowed layers have a base of their own and are not scaled. */
@@ -230,17 +235,19 @@ static bool read_rope(struct model *m, const struct model_options *o, struct err
     return ok;
 }
 
-/* ---- tensors ------------------------------------------------------------------------------------------------------ */
+/* ---- tensors ---------------------------------------------------------------------------------------------------- */
 
-/* Finds tensor `name`; checks that it is [rows][columns] (rows 0: a vector of F32). Absent: NULL and true if optional. */
+/* Finds tensor `name`; checks that it is [rows][columns] (rows 0: a vector of F32). Absent: NULL and true if
+ * optional. */
 static bool bind(const struct model *m, const char *name, uint64_t rows, uint64_t columns, bool optional,
                  const struct gguf_tensor **out, struct error *e)
 {
     const struct gguf_tensor *t = gguf_tensor(m->file, name);
     *out = t;
     if (!t && optional) return true;
-    if (!t) return fail(e, GEN_MODEL, "%s: tensor %s is missing, so this is no complete %s model", gguf_path(m->file), name,
-                        m->arch->name);
+    if (!t)
+        return fail(e, GEN_MODEL, "%s: tensor %s is missing, so this is no complete %s model", gguf_path(m->file), name,
+                    m->arch->name);
     uint64_t have_rows = rows ? t->ne[1] : 0;
     if (t->ne[0] != columns || have_rows != rows || t->n_dims > (rows ? 2 : 1))
         return fail(e, GEN_MODEL, "%s: tensor %s is [%llu][%llu], but the model's sizes ask for [%llu][%llu]",
@@ -292,7 +299,8 @@ static bool bind_attention(struct model *m, int i, struct layer *l, struct error
         && bind_vector(m, i, "attn_output.bias", m->n_embd, true, &l->o_bias, e)
         && (no_norm || (bind_vector(m, i, "attn_q_norm.weight", m->head_k, false, &l->q_norm, e)
                         && bind_vector(m, i, "attn_k_norm.weight", m->head_k, false, &l->k_norm, e)))
-        && (!m->arch->post_norm || bind_vector(m, i, "post_attention_norm.weight", m->n_embd, false, &l->attn_post_norm, e));
+        && (!m->arch->post_norm
+            || bind_vector(m, i, "post_attention_norm.weight", m->n_embd, false, &l->attn_post_norm, e));
 }
 
 static bool bind_ffn(struct model *m, int i, struct layer *l, struct error *e)
@@ -303,7 +311,9 @@ static bool bind_ffn(struct model *m, int i, struct layer *l, struct error *e)
         if (!bind_matrix(m, i, "ffn_up", 2 * F, E, &both, e)) return false;
         l->gate = (struct matrix){ both.tensor, 0, F, E };
         l->up = (struct matrix){ both.tensor, F, F, E };
-    } else if (!bind_matrix(m, i, "ffn_gate", F, E, &l->gate, e) || !bind_matrix(m, i, "ffn_up", F, E, &l->up, e)) return false;
+    } else if (!bind_matrix(m, i, "ffn_gate", F, E, &l->gate, e) || !bind_matrix(m, i, "ffn_up", F, E, &l->up, e)) {
+        return false;
+    }
     return bind_vector(m, i, "ffn_norm.weight", m->n_embd, false, &l->ffn_norm, e)
         && bind_matrix(m, i, "ffn_down", E, F, &l->down, e)
         && (!m->arch->post_norm || bind_vector(m, i, "post_ffw_norm.weight", m->n_embd, false, &l->ffn_post_norm, e));
@@ -321,8 +331,8 @@ static bool bind_all(struct model *m, struct error *e)
     m->n_vocab = (int)embd->ne[1];
     const struct gguf_value *words = gguf_find(m->file, "tokenizer.ggml.tokens");
     if (words && words->type == GGUF_ARRAY && words->count != (uint64_t)m->n_vocab)
-        return fail(e, GEN_MODEL, "%s: the tokenizer has %llu words but token_embd.weight has %d rows", gguf_path(m->file),
-                    (unsigned long long)words->count, m->n_vocab);
+        return fail(e, GEN_MODEL, "%s: the tokenizer has %llu words but token_embd.weight has %d rows",
+                    gguf_path(m->file), (unsigned long long)words->count, m->n_vocab);
     m->embd = m->out = (struct matrix){ embd, 0, m->n_vocab, m->n_embd };
     if (!bind(m, "token_embd.weight", m->n_vocab, m->n_embd, false, &m->embd.tensor, e)) return false;
     const struct gguf_tensor *out = NULL;
@@ -337,7 +347,8 @@ static bool bind_all(struct model *m, struct error *e)
     return true;
 }
 
-/* Which layers have a window: of each `local_of` layers all but the last, unless the file has a period or a list of its own. */
+/* Which layers have a window: of each `local_of` layers all but the last, unless the file has a period or a list of its
+ * own. */
 static bool mark_local(struct model *m, struct error *e)
 {
     char key[128];
@@ -345,7 +356,8 @@ static bool mark_local(struct model *m, struct error *e)
     int of = m->arch->local_of;
     bool listed = list && list->type == GGUF_ARRAY;
     if (listed && (list->item != GGUF_BOOL || list->count != (uint64_t)m->n_layer))
-        return fail(e, GEN_MODEL, "%s: %s must be a number, or %d booleans, one per layer", gguf_path(m->file), key, m->n_layer);
+        return fail(e, GEN_MODEL, "%s: %s must be a number, or %d booleans, one per layer", gguf_path(m->file), key,
+                    m->n_layer);
     if (of > 1 && !listed && !get_int(m, "attention.sliding_window_pattern", 1, 4096, &of, e)) return false;
     for (int i = 0; i < m->n_layer; i++) {
         bool local = of > 1 && listed ? list->data[i] != 0 : of == 1 || (of > 1 && (i + 1) % of != 0);
@@ -354,14 +366,15 @@ static bool mark_local(struct model *m, struct error *e)
     return true;
 }
 
-/* ---- opening ------------------------------------------------------------------------------------------------------ */
+/* ---- opening ---------------------------------------------------------------------------------------------------- */
 
 static bool choose_arch(struct model *m, struct error *e)
 {
     struct gguf_str name = { NULL, 0 };
     if (!gguf_get_str(m->file, "general.architecture", &name, e)) return false;
     if (!name.ptr)
-        return fail(e, GEN_MODEL, "%s: general.architecture is missing, so the kind of model is unknown", gguf_path(m->file));
+        return fail(e, GEN_MODEL, "%s: general.architecture is missing, so the kind of model is unknown",
+                    gguf_path(m->file));
     for (int i = 0; i < N_ARCH; i++)
         if (name.len == strlen(arches[i].name) && !memcmp(name.ptr, arches[i].name, name.len)) m->arch = &arches[i];
     if (!m->arch)
