@@ -17,6 +17,8 @@ bool answer_reserve(const struct answer *a, struct ids *tokens, struct error *e)
     return true;
 }
 
+_Static_assert(LOOKUP_MOST + 1 <= EXTEND_ROWS, "a draft and the token before it are one pass");
+
 /* A draft: history[begin..begin + count) was computed ahead, as a guess of what will be chosen there. */
 struct draft { struct lookup lookup; int64_t begin; int count; };
 

@@ -11,7 +11,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { LIST = 32, MOST_PARALLEL = 1024, MOST_REPS = 1000 };
+enum { LIST = 32, MOST_PARALLEL = LOGIT_ROWS, MOST_REPS = 1000 };
 
 struct list { int n; int64_t at[LIST]; };
 
@@ -29,7 +29,8 @@ struct work {
     double matrices;                   /* bytes of all matrices as they stand in the file, the embedding's rows apart */
     double layers, head;               /* multiply-adds of a token in the layers' matrices, and in the last one */
     double cell;                       /* bytes of one token's keys and values in one layer */
-    int global, local, window;         /* layers that see all tokens, and the last `window` */
+    int global, local;                 /* layers that see the last `kept` tokens (all, unless --window), and the last `window` */
+    double kept, window;
 };
 
 struct run {
@@ -112,7 +113,9 @@ static bool open_engine(struct run *r, const struct model *m, struct engine_opti
     if (eo.ctx && eo.ctx < longest)
         return fail(e, GEN_USAGE, "the longest test needs a context of %lld tokens, but --ctx-size is %lld",
                     (long long)longest, (long long)eo.ctx);
-    if (!eo.ctx) eo.ctx = longest;
+    if (!eo.ctx) eo.ctx = longest > eo.window + eo.sinks ? longest : eo.window + eo.sinks;
+    if (!eo.cache && eo.max_sequences > 1)
+        return fail(e, GEN_USAGE, "--no-kv-cache computes one sequence at a time: leave out -np");
     if (!enough_memory(m, &eo, e)) return false;
     eo.progress = NULL;                /* the tests tell their own */
     r->tokens = alloc_zeroed((size_t)longest, sizeof *r->tokens, "the text", e);
@@ -136,7 +139,8 @@ static void add_matrix(struct work *w, const struct matrix *x, double *products)
 
 static struct work work_of(const struct model *m, const struct engine_options *eo)
 {
-    struct work w = { .window = m->window };
+    struct work w = { .window = eo->window > 0 && eo->window < m->window ? eo->window : m->window,
+                      .kept = eo->window > 0 ? (double)eo->window + eo->sinks : INFINITY };
     for (int i = 0; i < m->n_layer; i++) {
         const struct layer *l = &m->layers[i];
         const struct matrix *all[] = { &l->q, &l->k, &l->v, &l->o, &l->gate, &l->up, &l->down };
@@ -152,7 +156,7 @@ static struct work work_of(const struct model *m, const struct engine_options *e
 /* Bytes of the keys and values that the token at position `pos` sees. */
 static double cache_bytes(const struct work *w, double pos)
 {
-    double all = pos + 1, near = all < w->window ? all : w->window;
+    double all = pos + 1 < w->kept ? pos + 1 : w->kept, near = pos + 1 < w->window ? pos + 1 : w->window;
     return w->cell * (w->global * all + w->local * near);
 }
 

@@ -229,6 +229,12 @@ bool conversation_push(struct conversation *c, struct json_t *message, struct er
 
 /* ---- prompts ----------------------------------------------------------------------------------------------------- */
 
+static void rendered_free(struct rendered *r)
+{
+    bytes_free(&r->text);
+    bytes_free(&r->trust);
+}
+
 static bool render(const struct conversation *c, struct rendered *out, struct error *e)
 {
     struct jinja_result r = { 0 };
@@ -241,13 +247,8 @@ static bool render(const struct conversation *c, struct rendered *out, struct er
     for (size_t i = 0, at = 0; ok && i < r.n_spans; at += r.spans[i++].len)
         memset(out->trust.data + at, r.spans[i].trusted, r.spans[i].len);
     jinja_result_free(&r);
+    if (!ok) rendered_free(out);
     return ok || no_memory(e);
-}
-
-static void rendered_free(struct rendered *r)
-{
-    bytes_free(&r->text);
-    bytes_free(&r->trust);
 }
 
 /* Encodes the first n bytes, from the start of a sequence. */

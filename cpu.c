@@ -102,8 +102,7 @@ static int qkv_width(const struct model *m) { return m->n_head * m->head_k + m->
 /* Floats of one thread's attention scratch: queries, their results, a split's results, the kernel's own. */
 static size_t attend_floats(const struct model *m)
 {
-    struct kv_shape s = { .head_k = m->head_k, .head_v = m->head_v };
-    return (size_t)ATTEND_ROWS * (m->head_k + 2 * m->head_v + 8) + attend_scratch(&s) + 4 * (size_t)m->head_k;
+    return (size_t)ATTEND_ROWS * (m->head_k + 2 * m->head_v + 4) + m->head_k + m->head_v + ATTEND_SCRATCH;
 }
 
 static size_t matmul_scratch(const struct cpu *c)
@@ -272,7 +271,7 @@ static bool load_weights(struct cpu *c, void (*progress)(double), struct error *
     return ok;
 }
 
-/* A vector's floats: in the map, or read into the arena of vectors. */
+/* Reads a vector's floats. */
 static bool load_vector(struct cpu *c, const struct gguf_tensor *t, const float **out, struct error *e)
 {
     *out = NULL;
@@ -491,7 +490,8 @@ static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct 
     c->k->attend(&a);
 }
 
-/* One token's attention to one split of one KV head, left in the parts. In a batch of one the split that holds the token appends it. */
+/* One token's attention to one split of one KV head, left in the parts. In a batch of one the split that holds the token appends it;
+ * where the sinks' split reads the same tile at that time, it masks the lane that is being written. */
 static void attend_part(struct cpu *c, const struct cpu_layer *l, struct desk *d, int tile, int h, int i, int thread)
 {
     const struct model *m = c->m;
@@ -559,7 +559,7 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, const struct d
                c->att + ((size_t)(row + i / g) * m->n_head + h * g + i % g) * m->head_v);
 }
 
-/* Splits are dealt out one by one where there are few tokens, all of different sequences; else whole tiles are. */
+/* Splits are dealt out one by one where there are few tokens, each a tile of its own; else whole tiles are. */
 static bool split_mode(const struct cpu *c) { return c->n_tiles == c->batch->n_rows && c->n_tiles <= SPLIT_TOKENS; }
 
 static void attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, int thread)
@@ -712,8 +712,9 @@ static void forward_job(void *user, int thread)
 static bool forward(struct backend *b, const struct batch *batch, struct error *e)
 {
     struct cpu *c = (struct cpu *)b;
-    (void)e;
-    int n = batch->n_rows, g = group_size(c->m), per_tile = ATTEND_ROWS / g > 0 ? ATTEND_ROWS / g : 1;
+    int n = batch->n_rows, wanted = 0, g = group_size(c->m), per_tile = ATTEND_ROWS / g > 0 ? ATTEND_ROWS / g : 1;
+    for (int r = 0; r < n; r++) wanted += batch->rows[r].want == WANT_LOGITS;
+    if (wanted > LOGIT_ROWS) return fail(e, GEN_RUN, "%d rows want logits, but a batch gives at most %d", wanted, LOGIT_ROWS);
     c->batch = batch;
     c->alone = n == 1;
     c->n_tiles = c->n_wanted = 0;
@@ -724,7 +725,7 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
         r = end;
     }
     for (int r = 0; r < n; r++)
-        if (batch->rows[r].want == WANT_LOGITS && c->n_wanted < LOGIT_ROWS) c->wanted[c->n_wanted++] = r;
+        if (batch->rows[r].want == WANT_LOGITS) c->wanted[c->n_wanted++] = r;
     c->ffn.n = n;
     c->ffn.k = c->m->n_ff;
     c->ffn.f = c->gate;
@@ -778,7 +779,7 @@ static bool open_parts(struct cpu *c, const struct backend_options *o, struct er
     struct carver v = { NULL, 0 };
     carve_all(c, &v);
     c->arena_bytes = v.used;
-    c->arena = v.base = reserve_bytes(v.used, "working memory: lower --batch-size", e);
+    c->arena = v.base = reserve_bytes(v.used, "working memory: lower --batch-size or --ctx-size", e);
     if (!v.base) return false;
     v.used = 0;
     carve_all(c, &v);

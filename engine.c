@@ -6,6 +6,8 @@
 
 enum { CHUNK = 512 };                  /* rows of a prefill chunk where none is asked for */
 
+_Static_assert(HEAD_MOST <= KV_HEAD_MOST, "the cache takes every head of a model");
+
 struct engine {
     const struct model *m;
     struct backend *b;

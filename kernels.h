@@ -60,14 +60,13 @@ struct attend {
     float cap;                         /* soft cap of the scores; 0 = none */
     float *m, *l;                      /* [n_q] */
     float *o;                          /* [n_q][head_v] */
-    float *scratch;                    /* attend_scratch(shape) floats */
+    float *scratch;                    /* [ATTEND_SCRATCH] */
 };
-/* Query rows that attend is given at most at once. */
-#define ATTEND_ROWS 64
-static inline size_t attend_scratch(const struct kv_shape *s)
-{
-    return (size_t)KV_BLOCK * (s->head_k + s->head_v) + ATTEND_ROWS * KV_BLOCK + ATTEND_ROWS + 64;
-}
+enum {
+    ATTEND_ROWS = 64,                  /* query rows that attend is given at most */
+    ATTEND_AT_ONCE = 6,                /* of which this many share a load of keys and values: as many as registers hold */
+    ATTEND_SCRATCH = ATTEND_AT_ONCE * KV_BLOCK         /* floats */
+};
 
 struct kernels {
     const char *name;                  /* generic, avx2, avxvnni, avx512 */

@@ -183,7 +183,7 @@ static unsigned char paste(EditLine *editor, int c)
         done = ok && raw.len >= n && memcmp(raw.data + raw.len - n, end, n) == 0;
     }
     if (done) raw.len -= n;
-    ok = clean(raw.data, raw.len, &text) && (!text.len || el_insertstr(editor, text.data) == 0);
+    ok = ok && clean(raw.data, raw.len, &text) && (!text.len || el_insertstr(editor, text.data) == 0);
     bytes_free(&raw);
     bytes_free(&text);
     return ok ? CC_REFRESH : CC_ERROR;

@@ -166,7 +166,7 @@ static bool compare(struct run *r, int best, struct error *e)
     int base_best = 0;
     for (int i = 0; i < r->vocab; i++) {
         double p = exp(r->expected[i]);
-        if (p > 0) kl += p * ((double)r->expected[i] - r->logprob[i]);
+        if (p != 0) kl += p * ((double)r->expected[i] - r->logprob[i]);
         if (r->expected[i] > r->expected[base_best]) base_best = i;
     }
     if (!(kl > -1e-3 && kl < INFINITY))

@@ -94,7 +94,7 @@ static bool get_real(const struct model *m, const char *suffix, double lo, doubl
     return true;
 }
 
-static bool read_sizes(struct model *m, struct error *e)
+static bool read_sizes(struct model *m, char note[200], struct error *e)
 {
     const char *path = gguf_path(m->file);
     m->n_layer = m->n_embd = m->n_ff = m->n_head = m->n_ctx = -1;
@@ -109,10 +109,10 @@ static bool read_sizes(struct model *m, struct error *e)
                     m->n_kv);
     if (!get_int(m, "context_length", 1, INT32_MAX, &m->n_ctx, e)) return false;
     m->head_k = m->n_embd / m->n_head;
-    if (!get_int(m, "attention.key_length", 1, 1024, &m->head_k, e)) return false;
+    if (!get_int(m, "attention.key_length", 1, HEAD_MOST, &m->head_k, e)) return false;
     m->head_v = m->n_embd / m->n_head;
-    if (!get_int(m, "attention.value_length", 1, 1024, &m->head_v, e)) return false;
-    if (m->head_k < 1 || m->head_k > 1024 || m->head_v < 1 || m->head_v > 1024)
+    if (!get_int(m, "attention.value_length", 1, HEAD_MOST, &m->head_v, e)) return false;
+    if (m->head_k < 1 || m->head_k > HEAD_MOST || m->head_v < 1 || m->head_v > HEAD_MOST)
         return fail(e, GEN_MODEL, "%s: head sizes of %d and %d are not supported (1 to 1024 are)", path, m->head_k,
                     m->head_v);
     double eps = NAN, attn_cap = m->arch->attn_cap, logit_cap = m->arch->logit_cap;
@@ -124,7 +124,11 @@ static bool read_sizes(struct model *m, struct error *e)
     bool wide = m->arch->wide_layers && m->n_layer == m->arch->wide_layers;
     m->attn_scale = 1 / sqrtf((float)(wide ? m->n_embd / m->n_head : m->head_k));
     m->window = m->arch->default_window;
-    if (m->arch->local_of && !get_int(m, "attention.sliding_window", 0, INT32_MAX, &m->window, e)) return false;
+    if (!get_int(m, "attention.sliding_window", 0, INT32_MAX, &m->window, e)) return false;
+    if (m->window && !m->arch->local_of) {
+        snprintf(note, 200, "%s.attention.sliding_window is ignored: layers of this architecture see everything", m->arch->name);
+        m->window = 0;
+    }
     return true;
 }
 
@@ -208,7 +212,7 @@ static bool read_rope(struct model *m, const struct model_options *o, struct err
     if (!get_real(m, "rope.freq_base", 1e-3, 1e18, &base, e)) return false;
     if (!get_real(m, "rope.freq_base_swa", 1e-3, 1e18, &base_local, e)) return false;
     if (o->rope_freq_base > 0) base = o->rope_freq_base;
-    if (!get_int(m, "rope.dimension_count", 0, 1024, &n, e)) return false;
+    if (!get_int(m, "rope.dimension_count", 0, HEAD_MOST, &n, e)) return false;
     if (n % 2 || n > m->head_k)
         return fail(e, GEN_MODEL, "%s: %d rotated dimensions do not fit a head size of %d", gguf_path(m->file), n,
                     m->head_k);
@@ -392,7 +396,7 @@ bool model_open(struct model **out, struct gguf *g, const struct model_options *
     struct model *m = alloc_zeroed(1, sizeof *m, "the model", e);
     if (!m) return gguf_close(g), false;
     m->file = g;
-    if (!choose_arch(m, e) || !read_sizes(m, e) || !gguf_get_str(g, "general.name", &m->name, e) || !read_rope(m, o, e))
+    if (!choose_arch(m, e) || !read_sizes(m, note, e) || !gguf_get_str(g, "general.name", &m->name, e) || !read_rope(m, o, e))
         goto bad;
     m->layers = alloc_zeroed(m->n_layer, sizeof *m->layers, "the layers", e);
     if (!m->layers || !mark_local(m, e) || !bind_all(m, e)) goto bad;

@@ -9,6 +9,7 @@
 #include "gguf.h"
 
 enum rope_order { ROPE_PAIRS, ROPE_HALVES };   /* element 2i turns with 2i+1 (llama), or i with i + n/2 (NeoX) */
+enum { HEAD_MOST = 1024 };              /* largest head size */
 enum activation { ACT_SILU, ACT_GELU };        /* GELU in the tanh form */
 
 /* Angles of one kind of layer. Pair i at position p turns by p * freq[i] radians and is multiplied by `scale`. */

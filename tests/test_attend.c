@@ -57,7 +57,7 @@ static void run(const struct kernels *table, const struct cache *c, const float 
     int D = c->shape.head_k, V = c->shape.head_v;
     float *m1 = malloc(sizeof(float) * n_q), *l1 = malloc(sizeof(float) * n_q), *o1 = malloc(sizeof(float) * n_q * V);
     float *m = malloc(sizeof(float) * n_q), *l = malloc(sizeof(float) * n_q);
-    float *scratch = malloc(sizeof(float) * attend_scratch(&c->shape));
+    float *scratch = malloc(sizeof(float) * ATTEND_SCRATCH);
     for (int i = 0; i < n_q; i++) m[i] = -INFINITY, l[i] = 0;
     memset(out, 0, sizeof(float) * n_q * V);
     for (int r = 0; r < n_q; r += step) {
