@@ -16,7 +16,8 @@ struct row {
     enum want want;
 };
 
-enum { KV_GLOBAL, KV_LOCAL, KV_GROUPS };   /* layer groups: full attention, and layers with a window of the model's own */
+/* Layer groups: full attention, and layers with a window of the model's own. */
+enum { KV_GLOBAL, KV_LOCAL, KV_GROUPS };
 
 struct batch {
     const struct row *rows;
@@ -28,7 +29,8 @@ struct batch {
 
 struct backend {
     const char *name;
-    /* Runs the model over the batch: appends every row's key and value to its cache, computes the wanted rows' logits. */
+    /* Runs the model over the batch: appends every row's key and value to its cache, computes the wanted rows'
+     * logits. */
     bool (*forward)(struct backend *b, const struct batch *batch, struct error *e);
     /* Logits of the i-th row of the last batch that wanted them: [n_vocab] floats, valid until the next forward. */
     const float *(*logits)(struct backend *b, int i);

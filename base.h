@@ -27,8 +27,8 @@ static inline bool size_add(size_t a, size_t b, size_t *out) { return !__builtin
  * for WHAT"). Freed with free(). */
 void *alloc_zeroed(size_t n, size_t size, const char *what, struct error *e);
 
-/* Zeroed memory that costs nothing until it is touched, for what may grow large: address space of whole pages. NULL after filling *e.
- * `bytes` may be 0. */
+/* Zeroed memory that costs nothing until it is touched, for what may grow large: address space of whole pages. NULL
+ * after filling *e. `bytes` may be 0. */
 void *reserve_bytes(size_t bytes, const char *what, struct error *e);
 void release_bytes(void *p, size_t bytes);                                   /* p may be NULL */
 

@@ -50,7 +50,8 @@ bool result_json(struct bytes *out, const struct result *r, const struct tokeniz
         "timings", "load_ms", ms(r->load_s), "prefill_ms", ms(r->prefill_s), "decode_ms", ms(r->decode_s),
         "kv", "layout", r->layout == KV_PAGED ? "paged" : "contiguous", "type_k", kv_type_name(r->type_k),
         "type_v", kv_type_name(r->type_v), "bytes_used", (json_int_t)r->kv.bytes_used,
-        "bytes_reserved", (json_int_t)r->kv.bytes_reserved, "pages", r->kv.pages, "evicted_tokens", (json_int_t)r->evicted_tokens,
+        "bytes_reserved", (json_int_t)r->kv.bytes_reserved, "pages", r->kv.pages,
+        "evicted_tokens", (json_int_t)r->evicted_tokens,
         "seed", (json_int_t)r->seed, "logits_sha256", r->logits_sha256[0] ? r->logits_sha256 : NULL);
     if (object && r->n_top >= 0) json_object_set_new(object, "logprobs", json_logprobs(r, t));
     return json_line(out, object, e);

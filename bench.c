@@ -29,7 +29,8 @@ struct work {
     double matrices;                   /* bytes of all matrices as they stand in the file, the embedding's rows apart */
     double layers, head;               /* multiply-adds of a token in the layers' matrices, and in the last one */
     double cell;                       /* bytes of one token's keys and values in one layer */
-    int global, local;                 /* layers that see the last `kept` tokens (all, unless --window), and the last `window` */
+    int global;                        /* layers that see the last `kept` tokens (all, unless --window) */
+    int local;                         /* layers that see the last `window` */
     double kept, window;
 };
 

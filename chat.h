@@ -1,5 +1,6 @@
 /* chat.h - messages as a model reads them: rendered by a chat template whose text is trusted while the messages are
- * not, so that nothing in a message becomes a control token; and conversations, whose replies stay the generated ids. */
+ * not, so that nothing in a message becomes a control token; and conversations, whose replies stay the generated
+ * ids. */
 #ifndef CHAT_H
 #define CHAT_H
 
@@ -57,7 +58,8 @@ bool conversation_push(struct conversation *c, struct json_t *message, struct er
 
 /* The ids after which the model writes the next reply, until the next call that changes the conversation. Of replies
  * that conversation_add_reply took they hold the generated ids for as long as the template gives back the text before
- * and of them; from the first one on that it rewrites, all is encoded anew. Errors: jinja_render's, GEN_RUN for memory. */
+ * and of them; from the first one on that it rewrites, all is encoded anew. Errors: jinja_render's, GEN_RUN for
+ * memory. */
 bool conversation_prompt(struct conversation *c, const struct ids **out, struct error *e);
 /* The text that conversation_prompt rendered last. */
 const struct bytes *conversation_text(const struct conversation *c);

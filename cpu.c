@@ -1,8 +1,9 @@
 /* cpu.c - the CPU backend: weights made ready for the kernels, and the forward pass as phases of one team.
  *
- * A forward pass is one job that every thread of the team walks through together; between phases stands a barrier. Within a phase,
- * pieces of work (rows of a matrix, tokens, attention tasks) are handed out one at a time, and no result depends on who computes
- * it. With one token in the batch the work per token is done by every thread for itself, which costs less than a barrier. */
+ * A forward pass is one job that every thread of the team walks through together; between phases stands a barrier.
+ * Within a phase, pieces of work (rows of a matrix, tokens, attention tasks) are handed out one at a time, and no
+ * result depends on who computes it. With one token in the batch the work per token is done by every thread for itself,
+ * which costs less than a barrier. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <stdatomic.h>
@@ -16,7 +17,8 @@
 
 struct cpu_layer {
     struct weight qkv[3], o, gate, up, down;
-    const float *attn_norm, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm, *attn_post_norm, *ffn_norm, *ffn_post_norm;
+    const float *attn_norm, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm, *attn_post_norm, *ffn_norm;
+    const float *ffn_post_norm;
     int group, index;                  /* KV group, and layer number in that group */
 };
 
@@ -61,7 +63,7 @@ struct cpu {
     bool alone;                        /* the batch is one token */
 };
 
-/* ---- memory ------------------------------------------------------------------------------------------------------- */
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
 
 /* Cuts 64-byte aligned pieces off an arena; with base NULL it only adds up. */
 struct carver { char *base; size_t used; };
@@ -139,7 +141,7 @@ static void carve_all(struct cpu *c, struct carver *v)
     for (size_t i = 0; i < threads; i++) c->scratch[i] = carve(v, 1, scratch > att ? scratch : att);
 }
 
-/* ---- weights ------------------------------------------------------------------------------------------------------ */
+/* ---- weights ----------------------------------------------------------------------------------------------------- */
 
 /* One matrix to be made ready, and where. */
 struct load { const struct matrix *src; struct weight *dst; char *at; };
@@ -200,13 +202,14 @@ static void load_job(void *user, int thread)
     free(raw);
 }
 
-/* Decides how each matrix is kept: in place in the mapped file (vocabulary matrices in Q8_0, whose blocks are quick to use as
- * they stand, and float types), or read into memory, packed where the kernels have a layout for the type. */
+/* Decides how each matrix is kept: in place in the mapped file (vocabulary matrices in Q8_0, whose blocks are quick to
+ * use as they stand, and float types), or read into memory, packed where the kernels have a layout for the type. */
 static void plan(struct loading *l, const struct matrix *src, struct weight *dst, bool vocabulary)
 {
     struct cpu *c = l->c;
     const void *map = gguf_data(c->m->file, src->tensor);
-    bool raw = c->k->packed_bytes(src->tensor->type, src->rows, src->columns) == 0 || (vocabulary && src->tensor->type == T_Q8_0);
+    bool raw = c->k->packed_bytes(src->tensor->type, src->rows, src->columns) == 0 ||
+               (vocabulary && src->tensor->type == T_Q8_0);
     *dst = (struct weight){ src->tensor->type, (int64_t)src->rows, (int64_t)src->columns, !raw, NULL };
     if (raw && map) dst->data = (const char *)map + src->row0 * row_bytes(src);
     else l->list[l->n++] = (struct load){ src, dst, NULL };
@@ -300,7 +303,7 @@ static bool load_vectors(struct cpu *c, struct error *e)
     return load_vector(c, c->m->out_norm, &c->out_norm, e) && load_vector(c, c->m->out_bias, &c->out_bias, e);
 }
 
-/* ---- work per token ----------------------------------------------------------------------------------------------- */
+/* ---- work per token ---------------------------------------------------------------------------------------------- */
 
 static struct desk *desk_of(struct cpu *c, int thread) { return c->alone ? &c->own[thread] : &c->shared; }
 
@@ -314,7 +317,8 @@ static struct acts inputs(const struct desk *d, int n, int k)
     return x;
 }
 
-/* Row r of the input, k values, is complete in floats: quantise it. (Rows that are no whole blocks meet float weights only.) */
+/* Row r of the input, k values, is complete in floats: quantise it. (Rows that are no whole blocks meet float weights
+ * only.) */
 static void set_input(struct cpu *c, struct desk *d, int r, int k)
 {
     struct acts x = inputs(d, r + 1, k);
@@ -349,12 +353,15 @@ static void row_start(struct cpu *c, struct desk *d, int r)
     size_t at = (size_t)r * (m->rope_global.n / 2);
     angles(&m->rope_global, row->pos, d->cs[KV_GLOBAL] + at, d->sn[KV_GLOBAL] + at);
     if (m->window) angles(&m->rope_local, row->pos, d->cs[KV_LOCAL] + at, d->sn[KV_LOCAL] + at);
-    if (view->sinks) angles(&m->rope_global, kv_sink_range(row->pos, view->sinks, view->window).query, d->sink_cs + at, d->sink_sn + at);
+    if (view->sinks)
+        angles(&m->rope_global, kv_sink_range(row->pos, view->sinks, view->window).query, d->sink_cs + at,
+               d->sink_sn + at);
     norm_input(c, d, r, x, c->layers[0].attn_norm);
 }
 
 /* Adds a product's output to the residual stream (normalised first in Gemma) and prepares the next product's input. */
-static void row_residual(struct cpu *c, struct desk *d, int r, const float *bias, const float *post_norm, const float *next_norm)
+static void row_residual(struct cpu *c, struct desk *d, int r, const float *bias, const float *post_norm,
+                         const float *next_norm)
 {
     int n = c->m->n_embd;
     float *x = d->x + (size_t)r * n, *out = d->norm + (size_t)r * n;
@@ -371,7 +378,7 @@ static void row_residual(struct cpu *c, struct desk *d, int r, const float *bias
     if (next_norm) norm_input(c, d, r, x, next_norm);
 }
 
-/* ---- attention ---------------------------------------------------------------------------------------------------- */
+/* ---- attention --------------------------------------------------------------------------------------------------- */
 
 static int group_size(const struct model *m) { return m->n_head / m->n_kv; }
 
@@ -381,7 +388,8 @@ static const struct kv_view *view_of(const struct cpu *c, const struct cpu_layer
 }
 
 /* dst = query head h of row r, for the sinks or for the window: bias, norm, RoPE, scale, the cache's basis. */
-static void make_query(const struct cpu *c, const struct cpu_layer *l, const struct desk *d, int r, int h, bool sinks, float *dst)
+static void make_query(const struct cpu *c, const struct cpu_layer *l, const struct desk *d, int r, int h, bool sinks,
+                       float *dst)
 {
     const struct model *m = c->m;
     const float *src = c->qkv + (size_t)r * qkv_width(m) + (size_t)h * m->head_k;
@@ -401,8 +409,9 @@ static void append(const struct cpu *c, const struct cpu_layer *l, const struct 
     const struct row *row = &c->batch->rows[r];
     const struct kv_view *view = view_of(c, l, r);
     const struct kv_slots *to = kv_written(view);
-    const float *k = c->qkv + (size_t)r * qkv_width(m) + (size_t)m->n_head * m->head_k + (size_t)h * m->head_k;
-    const float *v = c->qkv + (size_t)r * qkv_width(m) + (size_t)(m->n_head + m->n_kv) * m->head_k + (size_t)h * m->head_v;
+    const float *qkv = c->qkv + (size_t)r * qkv_width(m);
+    const float *k = qkv + (size_t)m->n_head * m->head_k + (size_t)h * m->head_k;
+    const float *v = qkv + (size_t)(m->n_head + m->n_kv) * m->head_k + (size_t)h * m->head_v;
     float *tv = tmp + m->head_k;
     int half = m->rope_global.n / 2, t = (int)(row->pos % KV_BLOCK);
     for (int i = 0; i < m->head_k; i++) tmp[i] = k[i] + (l->k_bias ? l->k_bias[h * m->head_k + i] : 0);
@@ -421,26 +430,30 @@ static void seal(const struct cpu *c, const struct cpu_layer *l, int r, int h)
     const struct kv_view *view = view_of(c, l, r);
     int64_t pos = c->batch->rows[r].pos;
     if (!view->raw.shape || pos % KV_BLOCK != KV_BLOCK - 1) return;
-    c->k->seal(kv_k_tile(&view->raw, l->index, h, pos), kv_k_tile(&view->main, l->index, h, pos), view->main.shape->type_k,
-               c->m->head_k, true);
-    c->k->seal(kv_v_tile(&view->raw, l->index, h, pos), kv_v_tile(&view->main, l->index, h, pos), view->main.shape->type_v,
-               c->m->head_v, false);
+    c->k->seal(kv_k_tile(&view->raw, l->index, h, pos), kv_k_tile(&view->main, l->index, h, pos),
+               view->main.shape->type_k, c->m->head_k, true);
+    c->k->seal(kv_v_tile(&view->raw, l->index, h, pos), kv_v_tile(&view->main, l->index, h, pos),
+               view->main.shape->type_v, c->m->head_v, false);
 }
 
 /* One thread's attention scratch, cut into its parts. */
-struct bench { float *q, *m, *l, *o, *m1, *l1, *o1, *tmp, *kernel; int64_t first[ATTEND_ROWS], last[ATTEND_ROWS], pos[ATTEND_ROWS]; };
-static void lay_out(const struct cpu *c, int thread, struct bench *b)
+struct queries {
+    float *q, *m, *l, *o, *m1, *l1, *o1, *tmp, *kernel;
+    int64_t first[ATTEND_ROWS], last[ATTEND_ROWS], pos[ATTEND_ROWS];
+};
+
+static void lay_out(const struct cpu *c, int thread, struct queries *qs)
 {
     float *p = (float *)c->scratch[thread];
-    b->q = p, p += (size_t)ATTEND_ROWS * c->m->head_k;
-    b->o = p, p += (size_t)ATTEND_ROWS * c->m->head_v;
-    b->o1 = p, p += (size_t)ATTEND_ROWS * c->m->head_v;
-    b->m = p, p += ATTEND_ROWS;
-    b->l = p, p += ATTEND_ROWS;
-    b->m1 = p, p += ATTEND_ROWS;
-    b->l1 = p, p += ATTEND_ROWS;
-    b->tmp = p, p += c->m->head_k + c->m->head_v;
-    b->kernel = p;
+    qs->q = p, p += (size_t)ATTEND_ROWS * c->m->head_k;
+    qs->o = p, p += (size_t)ATTEND_ROWS * c->m->head_v;
+    qs->o1 = p, p += (size_t)ATTEND_ROWS * c->m->head_v;
+    qs->m = p, p += ATTEND_ROWS;
+    qs->l = p, p += ATTEND_ROWS;
+    qs->m1 = p, p += ATTEND_ROWS;
+    qs->l1 = p, p += ATTEND_ROWS;
+    qs->tmp = p, p += c->m->head_k + c->m->head_v;
+    qs->kernel = p;
 }
 
 /* The partial result of (tile, query head, split): m, l, then o[head_v]. */
@@ -449,67 +462,77 @@ static float *part_at(const struct cpu *c, int tile, int head, int split)
     return c->part + (((size_t)tile * c->m->n_head + head) * c->max_splits + split) * (c->m->head_v + 2);
 }
 
-/* The splits that rows [row, row + n) of one sequence look at, numbered through: those of the sinks, then those of the window. A split
- * is the part of a range between two multiples of KV_SPLIT. */
-struct splits { int sinks, first, count; };        /* splits of the sinks; number in the sequence of the window's first; of both together */
+/* The splits that rows [row, row + n) of one sequence look at, numbered through: those of the sinks, then those of the
+ * window. A split is the part of a range between two multiples of KV_SPLIT. */
+struct splits {
+    int sinks;                         /* splits of the sinks */
+    int first;                         /* number in the sequence of the window's first */
+    int count;                         /* of both together */
+};
+
 static struct splits splits_of(const struct cpu *c, const struct kv_view *v, int row, int n)
 {
-    int64_t from = kv_window_range(c->batch->rows[row].pos, v->sinks, v->window).first, last = c->batch->rows[row + n - 1].pos;
+    int64_t from = kv_window_range(c->batch->rows[row].pos, v->sinks, v->window).first;
+    int64_t last = c->batch->rows[row + n - 1].pos;
     int64_t sinks = last + 1 < v->sinks ? last + 1 : v->sinks;
     struct splits s = { (int)((sinks + KV_SPLIT - 1) / KV_SPLIT), (int)(from / KV_SPLIT), 0 };
     s.count = s.sinks + (last < from ? 0 : (int)(last / KV_SPLIT) - s.first + 1);
     return s;
 }
 
-/* Fills the bench's queries for the `n` rows from `row` and KV head `h`: row-major by token, then by query head of the group. */
-static void gather_queries(struct cpu *c, const struct cpu_layer *l, const struct desk *d, int row, int n, int h, bool sinks,
-                           struct bench *b)
+/* Fills in the queries of the `n` rows from `row` and KV head `h`: row-major by token, then by query head of the
+ * group. */
+static void gather_queries(struct cpu *c, const struct cpu_layer *l, const struct desk *d, int row, int n, int h,
+                           bool sinks, struct queries *qs)
 {
     const struct kv_view *v = view_of(c, l, row);
     int g = group_size(c->m);
     for (int i = 0; i < n; i++)
         for (int j = 0; j < g; j++) {
             int64_t pos = c->batch->rows[row + i].pos;
-            struct kv_range seen = sinks ? kv_sink_range(pos, v->sinks, v->window) : kv_window_range(pos, v->sinks, v->window);
-            make_query(c, l, d, row + i, h * g + j, sinks, b->q + (size_t)(i * g + j) * c->m->head_k);
-            b->first[i * g + j] = seen.first;
-            b->last[i * g + j] = seen.last;
-            b->pos[i * g + j] = pos;
+            struct kv_range seen = sinks ? kv_sink_range(pos, v->sinks, v->window)
+                                         : kv_window_range(pos, v->sinks, v->window);
+            make_query(c, l, d, row + i, h * g + j, sinks, qs->q + (size_t)(i * g + j) * c->m->head_k);
+            qs->first[i * g + j] = seen.first;
+            qs->last[i * g + j] = seen.last;
+            qs->pos[i * g + j] = pos;
         }
 }
 
-/* Attention of the bench's n_q queries to split `i` of `s`. */
-static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct kv_view *view, int h, const struct splits *s, int i,
-                         int n_q, struct bench *b)
+/* Attention of the n_q queries to split `i` of `s`. */
+static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct kv_view *view, int h,
+                         const struct splits *s, int i, int n_q, struct queries *qs)
 {
     int64_t begin = (int64_t)(i < s->sinks ? i : s->first + i - s->sinks) * KV_SPLIT, end = begin + KV_SPLIT;
-    int64_t first = b->first[0], last = b->last[n_q - 1];              /* both rise from row to row */
+    int64_t first = qs->first[0], last = qs->last[n_q - 1];            /* both rise from row to row */
     if (first > begin) begin = first / KV_BLOCK * KV_BLOCK;           /* nobody sees the blocks before */
     if (last + 1 < end) end = last + 1;
-    struct attend a = { view, l->index, h, n_q, b->q, b->first, b->last, b->pos, begin, end, c->m->attn_cap, b->m1, b->l1, b->o1, b->kernel };
+    struct attend a = { view, l->index, h, n_q, qs->q, qs->first, qs->last, qs->pos, begin, end, c->m->attn_cap,
+                        qs->m1, qs->l1, qs->o1, qs->kernel };
     c->k->attend(&a);
 }
 
-/* One token's attention to one split of one KV head, left in the parts. In a batch of one the split that holds the token appends it;
- * where the sinks' split reads the same tile at that time, it masks the lane that is being written. */
+/* One token's attention to one split of one KV head, left in the parts. In a batch of one the split that holds the
+ * token appends it; where the sinks' split reads the same tile at that time, it masks the lane that is being
+ * written. */
 static void attend_part(struct cpu *c, const struct cpu_layer *l, struct desk *d, int tile, int h, int i, int thread)
 {
     const struct model *m = c->m;
-    struct bench b;
+    struct queries qs;
     int row = c->tiles[tile].row, g = group_size(m);
     struct splits s = splits_of(c, view_of(c, l, row), row, 1);
-    lay_out(c, thread, &b);
+    lay_out(c, thread, &qs);
     if (c->alone && i == s.count - 1) {
-        append(c, l, d, row, h, b.tmp);
+        append(c, l, d, row, h, qs.tmp);
         seal(c, l, row, h);
     }
-    gather_queries(c, l, d, row, 1, h, i < s.sinks, &b);
-    attend_split(c, l, view_of(c, l, row), h, &s, i, g, &b);
+    gather_queries(c, l, d, row, 1, h, i < s.sinks, &qs);
+    attend_split(c, l, view_of(c, l, row), h, &s, i, g, &qs);
     for (int j = 0; j < g; j++) {
         float *p = part_at(c, tile, h * g + j, i);
-        p[0] = b.m1[j];
-        p[1] = b.l1[j];
-        memcpy(p + 2, b.o1 + (size_t)j * m->head_v, sizeof(float) * m->head_v);
+        p[0] = qs.m1[j];
+        p[1] = qs.l1[j];
+        memcpy(p + 2, qs.o1 + (size_t)j * m->head_v, sizeof(float) * m->head_v);
     }
 }
 
@@ -544,18 +567,19 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, const struct d
     int row = c->tiles[tile].row, n = c->tiles[tile].n, g = group_size(m), n_q = n * g;
     const struct kv_view *view = view_of(c, l, row);
     struct splits s = splits_of(c, view, row, n);
-    struct bench b;
-    lay_out(c, thread, &b);
-    memset(b.o, 0, sizeof(float) * n_q * m->head_v);
-    for (int i = 0; i < n_q; i++) b.m[i] = -INFINITY, b.l[i] = 0;
+    struct queries qs;
+    lay_out(c, thread, &qs);
+    memset(qs.o, 0, sizeof(float) * n_q * m->head_v);
+    for (int i = 0; i < n_q; i++) qs.m[i] = -INFINITY, qs.l[i] = 0;
     for (int i = 0; i < s.count; i++) {
-        if (i == 0 || i == s.sinks) gather_queries(c, l, d, row, n, h, i < s.sinks, &b);
-        attend_split(c, l, view, h, &s, i, n_q, &b);
+        if (i == 0 || i == s.sinks) gather_queries(c, l, d, row, n, h, i < s.sinks, &qs);
+        attend_split(c, l, view, h, &s, i, n_q, &qs);
         for (int j = 0; j < n_q; j++)
-            c->k->join(&b.m[j], &b.l[j], b.o + (size_t)j * m->head_v, b.m1[j], b.l1[j], b.o1 + (size_t)j * m->head_v, m->head_v);
+            c->k->join(&qs.m[j], &qs.l[j], qs.o + (size_t)j * m->head_v, qs.m1[j], qs.l1[j],
+                       qs.o1 + (size_t)j * m->head_v, m->head_v);
     }
     for (int i = 0; i < n_q; i++)
-        finish(c, l, row + i / g, b.o + (size_t)i * m->head_v, b.l[i],
+        finish(c, l, row + i / g, qs.o + (size_t)i * m->head_v, qs.l[i],
                c->att + ((size_t)(row + i / g) * m->n_head + h * g + i % g) * m->head_v);
 }
 
@@ -567,10 +591,10 @@ static void attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, 
     const struct model *m = c->m;
     int i, end;
     if (!c->alone) {
-        struct bench b;
-        lay_out(c, thread, &b);
+        struct queries qs;
+        lay_out(c, thread, &qs);
         while (team_take(c->team, c->batch->n_rows, 1, &i, &end))
-            for (int h = 0; h < m->n_kv; h++) append(c, l, d, i, h, b.tmp);
+            for (int h = 0; h < m->n_kv; h++) append(c, l, d, i, h, qs.tmp);
         team_barrier(c->team);
         if (view_of(c, l, 0)->raw.shape) {
             while (team_take(c->team, c->batch->n_rows, 1, &i, &end))
@@ -584,7 +608,8 @@ static void attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, 
         return;
     }
     int total = 0;
-    for (int t = 0; t < c->n_tiles; t++) total += splits_of(c, view_of(c, l, c->tiles[t].row), c->tiles[t].row, 1).count * m->n_kv;
+    for (int t = 0; t < c->n_tiles; t++)
+        total += splits_of(c, view_of(c, l, c->tiles[t].row), c->tiles[t].row, 1).count * m->n_kv;
     while (team_take(c->team, total, 1, &i, &end))
         for (int t = 0, at = i; ; t++) {
             int n = splits_of(c, view_of(c, l, c->tiles[t].row), c->tiles[t].row, 1).count * m->n_kv;
@@ -596,7 +621,7 @@ static void attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, 
         }
 }
 
-/* ---- matrix products ---------------------------------------------------------------------------------------------- */
+/* ---- matrix products --------------------------------------------------------------------------------------------- */
 
 /* Rows of a product handed out at once: whole tiles and quantisation blocks, several pieces per thread. */
 static int chunk_rows(const struct cpu *c, int64_t rows)
@@ -606,7 +631,8 @@ static int chunk_rows(const struct cpu *c, int64_t rows)
 }
 
 /* Outputs of up to three matrices with the same input, side by side in y[n][ld]. */
-static void product(struct cpu *c, const struct weight *w, int n_w, const struct acts *x, float *y, size_t ld, int thread)
+static void product(struct cpu *c, const struct weight *w, int n_w, const struct acts *x, float *y, size_t ld,
+                    int thread)
 {
     int64_t rows = 0;
     for (int i = 0; i < n_w; i++) rows += w[i].rows;
@@ -656,9 +682,10 @@ static void head_logits(struct cpu *c, const struct acts *x, int thread)
     }
 }
 
-/* ---- the forward pass --------------------------------------------------------------------------------------------- */
+/* ---- the forward pass -------------------------------------------------------------------------------------------- */
 
-/* Runs `call` for each row r: by every thread for itself when the batch is one token, else dealt out, then a barrier. */
+/* Runs `call` for each row r: by every thread for itself when the batch is one token, else dealt out, then a
+ * barrier. */
 #define EACH_ROW(count, call) \
     do { \
         int n_ = (count); \
@@ -714,7 +741,8 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     struct cpu *c = (struct cpu *)b;
     int n = batch->n_rows, wanted = 0, g = group_size(c->m), per_tile = ATTEND_ROWS / g > 0 ? ATTEND_ROWS / g : 1;
     for (int r = 0; r < n; r++) wanted += batch->rows[r].want == WANT_LOGITS;
-    if (wanted > LOGIT_ROWS) return fail(e, GEN_RUN, "%d rows want logits, but a batch gives at most %d", wanted, LOGIT_ROWS);
+    if (wanted > LOGIT_ROWS)
+        return fail(e, GEN_RUN, "%d rows want logits, but a batch gives at most %d", wanted, LOGIT_ROWS);
     c->batch = batch;
     c->alone = n == 1;
     c->n_tiles = c->n_wanted = 0;
@@ -739,7 +767,7 @@ static const float *logits(struct backend *b, int i)
     return i < c->n_wanted ? c->logits + (size_t)i * c->m->n_vocab : NULL;
 }
 
-/* ---- opening ------------------------------------------------------------------------------------------------------ */
+/* ---- opening ----------------------------------------------------------------------------------------------------- */
 
 static void cpu_close(struct backend *b)
 {

@@ -1,4 +1,5 @@
-/* engine.c - sequences over one page pool and one backend: what of a sequence is in the cache, and what is computed next. */
+/* engine.c - sequences over one page pool and one backend: what of a sequence is in the cache, and what is computed
+ * next. */
 #include "engine.h"
 
 #include <stdlib.h>
@@ -24,16 +25,22 @@ struct engine {
 struct sequence {
     struct engine *g;
     struct kv_table main[KV_GROUPS], raw[KV_GROUPS];
-    int64_t dropped_main[KV_GROUPS], dropped_raw[KV_GROUPS];      /* tokens up to here have been looked through for pages to drop */
+    /* Tokens up to here have been looked through for pages to drop. */
+    int64_t dropped_main[KV_GROUPS], dropped_raw[KV_GROUPS];
     int32_t *tokens;                   /* [ctx] */
     int64_t n;                         /* tokens whose keys and values are in the cache */
     uint64_t forward;                  /* the pass that computed logits of the last rows, 0 = none */
     int logits, n_logits;              /* place of the last row's among that pass's wanted rows; rows that have them */
 };
 
-/* ---- opening ------------------------------------------------------------------------------------------------------ */
+/* ---- opening ----------------------------------------------------------------------------------------------------- */
 
-struct plan { int64_t ctx, seen; int chunk; struct kv_shape main[KV_GROUPS], raw[KV_GROUPS]; int main_pages[KV_GROUPS], raw_pages[KV_GROUPS]; };
+struct plan {
+    int64_t ctx, seen;
+    int chunk;
+    struct kv_shape main[KV_GROUPS], raw[KV_GROUPS];
+    int main_pages[KV_GROUPS], raw_pages[KV_GROUPS];
+};
 
 /* Tokens behind a layer's window that are still kept, so that a rejected draft can be taken back. */
 enum { WINDOW_MARGIN = 2 * KV_BLOCK };
@@ -48,18 +55,19 @@ static bool make_plan(const struct model *m, const struct engine_options *o, str
     if (o->window > 0) {
         p->seen = (int64_t)o->sinks + o->window;
         if (p->seen > p->ctx)
-            return fail(e, GEN_USAGE, "--window %d and %d sinks are more than the context of %lld tokens: lower --window",
-                        o->window, o->sinks, (long long)p->ctx);
+            return fail(e, GEN_USAGE, "--window %d and %d sinks are more than the context of %lld tokens: "
+                        "lower --window", o->window, o->sinks, (long long)p->ctx);
         p->ctx = MOST_TOKENS;
         if (o->layout == KV_CONTIGUOUS)
             return fail(e, GEN_USAGE, "--window gives pages back, which --kv-layout contiguous cannot: use paged");
     }
     int64_t page = o->layout == KV_CONTIGUOUS ? (p->ctx + KV_BLOCK - 1) / KV_BLOCK * KV_BLOCK : o->page_size;
     if (page < KV_BLOCK || page % KV_BLOCK || page > INT32_MAX - KV_BLOCK)
-        return fail(e, GEN_USAGE, "--page-size %lld is not a multiple of %d from %d up", (long long)page, KV_BLOCK, KV_BLOCK);
+        return fail(e, GEN_USAGE, "--page-size %lld is not a multiple of %d from %d up", (long long)page, KV_BLOCK,
+                    KV_BLOCK);
     int64_t rows = o->batch > 0 ? o->batch : CHUNK;
     p->chunk = (int)(rows < p->seen ? rows : p->seen);
-    int64_t spare = WINDOW_MARGIN + p->chunk + EXTEND_ROWS;           /* tokens beside those that a windowed query sees */
+    int64_t spare = WINDOW_MARGIN + p->chunk + EXTEND_ROWS;     /* tokens beside those that a windowed query sees */
     int64_t per_sequence = o->window > 0 ? (p->seen + spare) / page + 4 : (p->ctx + page - 1) / page;
     if (per_sequence > INT32_MAX / o->max_sequences)
         return fail(e, GEN_USAGE, "a context of %lld tokens for %d sequences is too large to address: lower --ctx-size",
@@ -69,8 +77,8 @@ static bool make_plan(const struct model *m, const struct engine_options *o, str
     for (int g = 0; g < KV_GROUPS; g++) {
         int64_t most = g == KV_LOCAL ? (m->window + spare) / page + 2 : per_sequence;
         p->main[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, o->type_k, o->type_v, (int)page };
-        p->raw[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, kv_raw_type(o->type_k), kv_raw_type(o->type_v),
-                                       KV_BLOCK };
+        p->raw[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, kv_raw_type(o->type_k),
+                                       kv_raw_type(o->type_v), KV_BLOCK };
         p->main_pages[g] = layers[g] ? (int)((most < per_sequence ? most : per_sequence) * o->max_sequences) : 0;
         /* block 0, the last two, one being begun; and one sequence's chunk */
         bool sealed = layers[g] && (kv_sealed(o->type_k) || kv_sealed(o->type_v));
@@ -91,7 +99,8 @@ bool engine_estimate(const struct model *m, const struct engine_options *o, stru
             !size_mul(kv_page_bytes(&p.raw[g]), (size_t)p.raw_pages[g], &raw) ||
             !size_add(out->bytes_reserved, main, &out->bytes_reserved) ||
             !size_add(out->bytes_reserved, raw, &out->bytes_reserved))
-            return fail(e, GEN_USAGE, "a context of %lld tokens is too large to address: lower --ctx-size", (long long)p.ctx);
+            return fail(e, GEN_USAGE, "a context of %lld tokens is too large to address: lower --ctx-size",
+                        (long long)p.ctx);
         token += kv_token_bytes(&p.main[g]);
         out->pages += p.main_pages[g] + p.raw_pages[g];
     }
@@ -118,7 +127,8 @@ bool engine_open(struct engine **out, const struct model *m, const struct engine
     if (rows < o->max_sequences) rows = o->max_sequences;
     g->max_rows = rows > EXTEND_ROWS ? rows : EXTEND_ROWS;
     for (int i = 0; i < KV_GROUPS; i++)
-        if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i], e) || !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], e))
+        if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i], e) ||
+            !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], e))
             goto bad;
     g->rows = alloc_zeroed(g->max_rows, sizeof *g->rows, "the batch", e);
     g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
@@ -168,7 +178,7 @@ struct kv_usage engine_kv_usage(const struct engine *g)
     return u;
 }
 
-/* ---- sequences ---------------------------------------------------------------------------------------------------- */
+/* ---- sequences --------------------------------------------------------------------------------------------------- */
 
 bool sequence_open(struct sequence **out, struct engine *g, struct error *e)
 {
@@ -214,8 +224,8 @@ const float *sequence_logits_at(const struct sequence *s, int64_t pos)
 
 const float *sequence_logits(const struct sequence *s) { return sequence_logits_at(s, s->n - 1); }
 
-/* The largest length <= n at which the sequence can go on: a block that is not whole needs its raw rows, and what the next row sees and
- * the page that it lies on must be there. */
+/* The largest length <= n at which the sequence can go on: a block that is not whole needs its raw rows, and what the
+ * next row sees and the page that it lies on must be there. */
 static int64_t resumable(const struct sequence *s, int64_t n)
 {
     const struct engine *g = s->g;
@@ -245,13 +255,15 @@ int64_t sequence_cut(struct sequence *s, int64_t n)
     return n;
 }
 
-/* Gives back pages that no row to come can reach: what lies behind the windows, and raw blocks but the first and the last two. */
+/* Gives back pages that no row to come can reach: what lies behind the windows, and raw blocks but the first and the
+ * last two. */
 static void drop_unreachable(struct sequence *s)
 {
     struct engine *g = s->g;
     int64_t last = (s->n - 1) / KV_BLOCK * KV_BLOCK - KV_BLOCK;
     for (int i = 0; i < KV_GROUPS; i++) {
-        int64_t seen = kv_window_range(s->n, g->sinks[i], g->window[i]).first - WINDOW_MARGIN, page = g->main[i].shape.page_size;
+        int64_t seen = kv_window_range(s->n, g->sinks[i], g->window[i]).first - WINDOW_MARGIN;
+        int64_t page = g->main[i].shape.page_size;
         if (seen > s->dropped_main[i] && g->o.layout == KV_PAGED) {
             int64_t from = s->dropped_main[i] / page * page;
             kv_table_drop(&s->main[i], &g->main[i], from > g->sinks[i] ? from : g->sinks[i], seen);
@@ -291,7 +303,8 @@ static bool put_row(struct sequence *s, int i, int slot, int32_t token, enum wan
             return fail(e, GEN_RUN, "no KV page is left for token %lld: lower --ctx-size or the number of sequences",
                         (long long)s->n);
         g->views[slot][k] = (struct kv_view){ { &g->main[k].shape, g->main[k].base, s->main[k].pages },
-                                              { g->raw[k].n_pages ? &g->raw[k].shape : NULL, g->raw[k].base, s->raw[k].pages },
+                                              { g->raw[k].n_pages ? &g->raw[k].shape : NULL, g->raw[k].base,
+                                                s->raw[k].pages },
                                               g->sinks[k], g->window[k] };
     }
     g->rows[i] = (struct row){ token, slot, s->n, want };

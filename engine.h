@@ -22,7 +22,8 @@ struct engine_options {
 struct engine;
 struct sequence;
 
-/* The model must outlive the engine. Errors: GEN_USAGE (context, page size), GEN_RUN (memory: bytes wanted and what to lower). */
+/* The model must outlive the engine. Errors: GEN_USAGE (context, page size), GEN_RUN (memory: bytes wanted and what to
+ * lower). */
 bool engine_open(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e);
 void engine_close(struct engine *g);
 const struct model *engine_model(const struct engine *g);
@@ -37,35 +38,40 @@ bool engine_estimate(const struct model *m, const struct engine_options *o, stru
 bool sequence_open(struct sequence **out, struct engine *g, struct error *e);
 void sequence_close(struct sequence *s);
 
-/* Makes the cache hold exactly tokens[0..n): what it has in common with them is kept, the rest is dropped, the missing rows are
- * computed in chunks, and the logits of row n-1 are ready afterwards (that row is computed again if need be). *reused (may be
- * NULL) = rows that were kept. n >= 1. Stopped early (*stop becomes non-zero, stop may be NULL): true, but logits are NULL.
+/* Makes the cache hold exactly tokens[0..n): what it has in common with them is kept, the rest is dropped, the missing
+ * rows are computed in chunks, and the logits of row n-1 are ready afterwards (that row is computed again if need be).
+ * *reused (may be NULL) = rows that were kept. n >= 1. Stopped early (*stop becomes non-zero, stop may be NULL): true,
+ * but logits are NULL.
  * Errors: GEN_USAGE when n exceeds the context (both numbers), GEN_RUN. */
 bool sequence_sync(struct sequence *s, const int32_t *tokens, int64_t n, int64_t *reused,
                    const volatile int *stop, struct error *e);
 
-/* Called with the logits of the rows that sequence_score wants, in order. false stops the run (the error is the callee's). */
+/* Called with the logits of the rows that sequence_score wants, in order. false stops the run (the error is the
+ * callee's). */
 typedef bool (*score_row)(void *user, int64_t pos, const float *logits, struct error *e);
 /* As sequence_sync from an empty cache, with the logits of every row from `first` on handed to `each`. */
 bool sequence_score(struct sequence *s, const int32_t *tokens, int64_t n, int64_t first, score_row each, void *user,
                     struct error *e);
 
-/* One token more for each of n different sequences, in one forward pass; their logits are ready afterwards. Does not allocate. */
+/* One token more for each of n different sequences, in one forward pass; their logits are ready afterwards. Does not
+ * allocate. */
 bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *tokens, int n, struct error *e);
 
-/* Appends n tokens, 1 to EXTEND_ROWS, in one forward pass; the logits after each of them are ready afterwards. Does not allocate. */
+/* Appends n tokens, 1 to EXTEND_ROWS, in one forward pass; the logits after each of them are ready afterwards. Does not
+ * allocate. */
 enum { EXTEND_ROWS = 16 };
 bool sequence_extend(struct sequence *s, const int32_t *tokens, int n, struct error *e);
-/* Drops all tokens from position n on, and as many before it as have lost what the next token needs: none as long as n lies within
- * the last EXTEND_ROWS tokens. Returns the length that is left. */
+/* Drops all tokens from position n on, and as many before it as have lost what the next token needs: none as long as n
+ * lies within the last EXTEND_ROWS tokens. Returns the length that is left. */
 int64_t sequence_cut(struct sequence *s, int64_t n);
 
-/* Logits after the sequence's last token, or after the one at `pos`: [n_vocab], valid until the next call that computes anything.
- * NULL when there are none. */
+/* Logits after the sequence's last token, or after the one at `pos`: [n_vocab], valid until the next call that computes
+ * anything. NULL when there are none. */
 const float *sequence_logits(const struct sequence *s);
 const float *sequence_logits_at(const struct sequence *s, int64_t pos);
 int64_t sequence_length(const struct sequence *s);
-int64_t sequence_evicted(const struct sequence *s);      /* tokens that no new token sees any more, because of the window option */
+/* Tokens that no new token sees any more, because of the window option. */
+int64_t sequence_evicted(const struct sequence *s);
 const int32_t *sequence_tokens(const struct sequence *s);
 
 #endif

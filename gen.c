@@ -143,7 +143,8 @@ static bool add_file(struct program *p, const char *path, bool message, struct e
     return ok;
 }
 
-/* The raw prompt or the message: TEXT or -p, then -f, then standard input where it is named or nothing else is given. */
+/* The raw prompt or the message: TEXT or -p, then -f, then standard input where it is named or nothing else is
+ * given. */
 static bool read_prompt(struct program *p, bool message, struct error *e)
 {
     const struct options *o = &p->o;

@@ -64,7 +64,7 @@ struct attend {
 };
 enum {
     ATTEND_ROWS = 64,                  /* query rows that attend is given at most */
-    ATTEND_AT_ONCE = 6,                /* of which this many share a load of keys and values: as many as registers hold */
+    ATTEND_AT_ONCE = 6,                /* of which this many share a load of keys and values: what registers hold */
     ATTEND_SCRATCH = ATTEND_AT_ONCE * KV_BLOCK         /* floats */
 };
 

@@ -126,7 +126,8 @@ static bool read_sizes(struct model *m, char note[200], struct error *e)
     m->window = m->arch->default_window;
     if (!get_int(m, "attention.sliding_window", 0, INT32_MAX, &m->window, e)) return false;
     if (m->window && !m->arch->local_of) {
-        snprintf(note, 200, "%s.attention.sliding_window is ignored: layers of this architecture see everything", m->arch->name);
+        snprintf(note, 200, "%s.attention.sliding_window is ignored: layers of this architecture see everything",
+                 m->arch->name);
         m->window = 0;
     }
     return true;
@@ -396,7 +397,8 @@ bool model_open(struct model **out, struct gguf *g, const struct model_options *
     struct model *m = alloc_zeroed(1, sizeof *m, "the model", e);
     if (!m) return gguf_close(g), false;
     m->file = g;
-    if (!choose_arch(m, e) || !read_sizes(m, note, e) || !gguf_get_str(g, "general.name", &m->name, e) || !read_rope(m, o, e))
+    if (!choose_arch(m, e) || !read_sizes(m, note, e) || !gguf_get_str(g, "general.name", &m->name, e) ||
+        !read_rope(m, o, e))
         goto bad;
     m->layers = alloc_zeroed(m->n_layer, sizeof *m->layers, "the layers", e);
     if (!m->layers || !mark_local(m, e) || !bind_all(m, e)) goto bad;

@@ -94,10 +94,10 @@ const struct option_row option_table[] = {
       "End the answer where it says TEXT, which is not printed. May be repeated." },
     { GROUP_GENERATION, "ignore-eos", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(ignore_eos), 0, 0,
       "Go on past the tokens by which the model ends its text." },
-
     { GROUP_GENERATION, "lookup", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(lookup), 0, ANSWERS,
       "Guess what follows from the text so far and verify several tokens at a time: faster where the answer repeats "
       "the prompt, with the same results." },
+
     { GROUP_SAMPLING, "seed", 's', "N", "-1", OPT_LONG, -1, 0x1p53, AT(seed), 0, 0,
       "Seed of the random draws; -1 = a random one, told on standard error so that the run can be repeated." },
     { GROUP_SAMPLING, "temp", 0, "X", "0.8", OPT_FLOAT, 0, FLT_MAX, SAMPLING(temperature), 0, 0,
@@ -130,7 +130,8 @@ const struct option_row option_table[] = {
     { GROUP_CACHE, "ctv", 0, "f32|f16|bf16|fp8|int8|int4", "f16", OPT_CHOICE, 0, 0, AT(type_v), 0, 0,
       "Type of the cached values." },
     { GROUP_CACHE, "window", 0, "N", "0", OPT_INT, 0, 1 << 26, AT(window), 0, 0,
-      "Keep the last N tokens and the sinks, and give back the memory of the others: the text may grow without end; 0 = off." },
+      "Keep the last N tokens and the sinks, and give back the memory of the others: the text may grow without "
+      "end; 0 = off." },
     { GROUP_CACHE, "sinks", 0, "N", "4", OPT_INT, 0, 1 << 20, AT(sinks), 0, 0,
       "With --window: also keep the first N tokens, which models lean on." },
     { GROUP_CACHE, "no-kv-cache", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_kv_cache), 0, 0,
@@ -500,9 +501,11 @@ static bool consistent(const struct options *o, struct error *e)
         return fail(e, GEN_USAGE, "--display-prompt and --json exclude each other: the object holds the answer alone");
     if (options_given(o, "sinks") && !o->window) return fail(e, GEN_USAGE, "--sinks does nothing without --window N");
     if (o->window && o->no_kv_cache)
-        return fail(e, GEN_USAGE, "--window and --no-kv-cache exclude each other: without a cache there is nothing to give back");
+        return fail(e, GEN_USAGE, "--window and --no-kv-cache exclude each other: without a cache there is nothing to "
+                    "give back");
     if (o->lookup && o->no_kv_cache)
-        return fail(e, GEN_USAGE, "--lookup and --no-kv-cache exclude each other: drafts are verified against the cache");
+        return fail(e, GEN_USAGE, "--lookup and --no-kv-cache exclude each other: drafts are verified against the "
+                    "cache");
     if (options_given(o, "page-size") && o->layout == choice("paged|contiguous", "contiguous"))
         return fail(e, GEN_USAGE, "--page-size does nothing with --kv-layout contiguous");
     if (o->page_size % 32)

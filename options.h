@@ -101,8 +101,8 @@ struct options {
  * Errors: GEN_USAGE naming the option, and for an unknown one the nearest. *o is to be freed in either case. */
 bool options_parse(struct options *o, int argc, char **argv, struct error *e);
 void options_free(struct options *o);
-/* Sets one option by its long name or letter, by the command line's rules: for chat commands and batch lines. value NULL =
- * none is given; the text must live as long as *o. Errors: GEN_USAGE, also for an option that chooses a task. */
+/* Sets one option by its long name or letter, by the command line's rules: for chat commands and batch lines. value
+ * NULL = none is given; the text must live as long as *o. Errors: GEN_USAGE, also for an option that chooses a task. */
 bool options_set(struct options *o, const char *name, const char *value, struct error *e);
 /* Do the options ask for a chat? */
 bool options_chat(const struct options *o);

@@ -32,15 +32,16 @@ struct sampler;                        /* scratch for one vocabulary size; not s
 bool sampler_open(struct sampler **out, const struct sampler_options *o, int n_vocab, struct error *e);
 void sampler_close(struct sampler *s);
 
-/* Picks the token at index `index` of the sequence; history = all tokens before it (prompt and answer). Does not allocate and does
- * not change logits. Ties go to the lower id. -1 and *e (GEN_RUN, names the index) when a logit is NaN, all are -inf or
- * one is +inf. */
+/* Picks the token at index `index` of the sequence; history = all tokens before it (prompt and answer). Does not
+ * allocate and does not change logits. Ties go to the lower id. -1 and *e (GEN_RUN, names the index) when a logit is
+ * NaN, all are -inf or one is +inf. */
 int32_t sampler_pick(struct sampler *s, const float *logits, uint64_t index, const int32_t *history, size_t n_history,
                      struct error *e);
 
-/* Natural-log probabilities of the unmodified softmax: of `token`, and the n best in falling order (ties: lower id first).
- * n <= 100. */
+/* Natural-log probabilities of the unmodified softmax: of `token`, and the n best in falling order (ties: lower id
+ * first). n <= 100. */
 struct token_logprob { int32_t id; float logprob; };
-void sampler_logprobs(struct sampler *s, const float *logits, int32_t token, float *logprob, struct token_logprob *best, int n);
+void sampler_logprobs(struct sampler *s, const float *logits, int32_t token, float *logprob,
+                      struct token_logprob *best, int n);
 
 #endif

@@ -17,19 +17,21 @@ int tokenizer_vocab(const struct tokenizer *t);      /* number of ids */
 int tokenizer_bos(const struct tokenizer *t);        /* start token, or -1 */
 bool tokenizer_adds_bos(const struct tokenizer *t);  /* a raw prompt starts with it */
 int tokenizer_eos(const struct tokenizer *t);        /* or -1 */
-bool tokenizer_is_end(const struct tokenizer *t, int32_t id);      /* eos, eot, eom and control tokens known to end a turn */
+/* Is the id eos, eot, eom or a control token known to end a turn? */
+bool tokenizer_is_end(const struct tokenizer *t, int32_t id);
 bool tokenizer_is_control(const struct tokenizer *t, int32_t id);
-int32_t tokenizer_find(const struct tokenizer *t, const char *text, size_t n);  /* id whose text is exactly this, or -1 */
+/* The id whose text is exactly this, or -1. */
+int32_t tokenizer_find(const struct tokenizer *t, const char *text, size_t n);
 
 /* A piece of the text to encode. Control tokens are looked for only in trusted spans; text between control tokens is
  * tokenised as one string whatever spans it comes from. */
 struct span { const char *ptr; size_t len; bool trusted; };
 
-/* Appends the ids of the spans' text. add_bos: put the start token first where the model wants one and the text does not
- * begin with it already. The text may hold any bytes, NUL and broken UTF-8 included. Time is linear in the text.
- * The pieces of the ids, joined, are the text byte by byte, except that a byte-level vocabulary may lack some bytes, which
- * are dropped (SmolLM2 lacks six control characters), that U+2581 means a space to SentencePiece, and that its text may
- * begin with a space more (struct detok takes that off).
+/* Appends the ids of the spans' text. add_bos: put the start token first where the model wants one and the text does
+ * not begin with it already. The text may hold any bytes, NUL and broken UTF-8 included. Time is linear in the text.
+ * The pieces of the ids, joined, are the text byte by byte, except that a byte-level vocabulary may lack some bytes,
+ * which are dropped (SmolLM2 lacks six control characters), that U+2581 means a space to SentencePiece, and that its
+ * text may begin with a space more (struct detok takes that off).
  * Thread-safe for one tokenizer. Errors: GEN_RUN (memory). */
 bool tokenizer_encode(const struct tokenizer *t, const struct span *spans, size_t n, bool add_bos,
                       struct ids *out, struct error *e);
@@ -41,8 +43,8 @@ struct gguf_str tokenizer_piece(const struct tokenizer *t, int32_t id, bool show
 /* The id's text exactly as it stands in the vocabulary. */
 struct gguf_str tokenizer_text(const struct tokenizer *t, int32_t id);
 
-/* Streaming decode: bytes come out only as whole UTF-8 characters; an invalid byte comes out as U+FFFD and never holds back
- * what follows. A zeroed struct starts a stream. */
+/* Streaming decode: bytes come out only as whole UTF-8 characters; an invalid byte comes out as U+FFFD and never holds
+ * back what follows. A zeroed struct starts a stream. */
 struct detok {
     unsigned char held[4];             /* an unfinished character */
     int n_held;
@@ -50,7 +52,8 @@ struct detok {
 };
 /* Appends the whole characters that id completes. at_start: this stream starts the text (strips the one space that
  * encoding put in front, where the tokenizer does so). false when memory is out. */
-bool detok_add(const struct tokenizer *t, struct detok *d, int32_t id, bool at_start, bool show_control, struct bytes *out);
+bool detok_add(const struct tokenizer *t, struct detok *d, int32_t id, bool at_start, bool show_control,
+               struct bytes *out);
 /* End of text: a left-over fragment becomes one U+FFFD. */
 bool detok_end(struct detok *d, struct bytes *out);
 
