@@ -43,6 +43,7 @@ struct backend {
 struct backend_options {
     int threads;                       /* 0 = the cores this process may use */
     int max_rows;                      /* rows of the largest batch */
+    int max_sequences;                 /* sequences of the largest batch */
     int64_t max_seen;                  /* most tokens that one query sees */
     void (*progress)(double done);     /* called while weights are read, 0..1; may be NULL */
 };

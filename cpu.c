@@ -53,7 +53,7 @@ struct cpu {
     struct tile *tiles;
     int *wanted;                       /* [LOGIT_ROWS] rows of the batch */
     float *part;                       /* split attention: see part_at */
-    size_t max_splits;
+    size_t split_tokens, max_splits;   /* of `part` */
     char **scratch;                    /* [threads] of scratch_bytes each */
     void *arena, *weights;
     size_t arena_bytes, weights_bytes;
@@ -137,7 +137,7 @@ static void carve_all(struct cpu *c, struct carver *v)
     c->logits = carve(v, (size_t)LOGIT_ROWS * m->n_vocab, sizeof(float));
     c->tiles = carve(v, c->max_rows, sizeof *c->tiles);
     c->wanted = carve(v, LOGIT_ROWS, sizeof *c->wanted);
-    c->part = carve(v, SPLIT_TOKENS * c->max_splits * m->n_head * (m->head_v + 2), sizeof(float));
+    c->part = carve(v, c->split_tokens * c->max_splits * m->n_head * (m->head_v + 2), sizeof(float));
     for (size_t i = 0; i < threads; i++) c->scratch[i] = carve(v, 1, scratch > att ? scratch : att);
 }
 
@@ -584,7 +584,7 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, const struct d
 }
 
 /* Splits are dealt out one by one where there are few tokens, each a tile of its own; else whole tiles are. */
-static bool split_mode(const struct cpu *c) { return c->n_tiles == c->batch->n_rows && c->n_tiles <= SPLIT_TOKENS; }
+static bool split_mode(const struct cpu *c) { return c->n_tiles == c->batch->n_rows && (size_t)c->n_tiles <= c->split_tokens; }
 
 static void attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, int thread)
 {
@@ -803,6 +803,7 @@ static bool open_parts(struct cpu *c, const struct backend_options *o, struct er
     c->scratch = alloc_zeroed(threads, sizeof *c->scratch, "the threads' scratch", e);
     if (!c->layers || !c->own || !c->scratch || !load_vectors(c, e) || !load_weights(c, o->progress, e)) return false;
     c->max_rows = o->max_rows;
+    c->split_tokens = o->max_sequences < SPLIT_TOKENS ? (size_t)o->max_sequences : SPLIT_TOKENS;
     c->max_splits = (size_t)(o->max_seen / KV_SPLIT + 4);
     struct carver v = { NULL, 0 };
     carve_all(c, &v);

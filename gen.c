@@ -59,18 +59,22 @@ struct program {
 static volatile sig_atomic_t caught;   /* the signal that asks to end */
 static volatile int stop_now;          /* the same as the engine reads it */
 
-static void on_signal(int signal)
+static void on_signal(int number)
 {
-    caught = signal;
+    if (caught) {                      /* the second one, of whatever kind, ends the program at once */
+        signal(number, SIG_DFL);
+        raise(number);
+    }
+    caught = number;
     stop_now = 1;
 }
 
-/* From now on a signal ends the run in order; a second one of its kind ends the program at once. */
+/* From now on a signal ends the run in order; a second one ends the program at once. */
 static void catch_signals(void)
 {
     static const int signals[] = { SIGINT, SIGTERM, SIGHUP };
     for (size_t i = 0; i < sizeof signals / sizeof *signals; i++) {
-        struct sigaction old, action = { .sa_handler = on_signal, .sa_flags = SA_RESETHAND };
+        struct sigaction old, action = { .sa_handler = on_signal };
         if (sigaction(signals[i], NULL, &old) == 0 && old.sa_handler == SIG_DFL) sigaction(signals[i], &action, NULL);
     }
 }
@@ -322,6 +326,7 @@ static bool choose_context(const struct program *p, int64_t asked, int64_t *ctx,
     char a[32], b[32];
     human_bytes((double)available, a);
     if (!asked) {
+        if (eo.window && !engine_estimate(m, &eo, &need, e)) return false;
         *ctx = largest_context(m, &eo, m->n_ctx, cache_room(m));
         if (!*ctx) return fail(e, GEN_RUN, "the model needs more memory than the %s that are available", a);
         if (*ctx < m->n_ctx)
@@ -494,10 +499,11 @@ static void print_summary(const struct program *p)
     struct kv_usage kv = engine_kv_usage(p->engine);
     size_t generated = p->tokens.len - p->n_prompt;
     char a[32], b[32];
-    double prefill = (double)((int64_t)p->n_prompt - r->cached_tokens) / (r->prefill_s > 0 ? r->prefill_s : 1e-9);
+    int64_t length = sequence_length(p->sequence), read = length < (int64_t)p->n_prompt ? length : (int64_t)p->n_prompt;
+    double prefill = (double)(read - r->cached_tokens) / (r->prefill_s > 0 ? r->prefill_s : 1e-9);
     double speed = (double)p->steps / (r->decode_s > 0 ? r->decode_s : 1e-9);
-    note(p, "prompt %zu tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, KV cache %s of %s",
-         p->n_prompt, (long long)r->cached_tokens, prefill, generated, speed, human_bytes((double)kv.bytes_used, a),
+    note(p, "prompt %lld tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, KV cache %s of %s",
+         (long long)read, (long long)r->cached_tokens, prefill, generated, speed, human_bytes((double)kv.bytes_used, a),
          human_bytes((double)kv.bytes_reserved, b));
 }
 
@@ -588,6 +594,10 @@ static bool run_perplexity(struct program *p, struct error *e)
     struct perplexity result;
     struct bytes out = { 0 };
     int64_t ctx;
+    struct stat a, b;
+    if (o->save_logits && stat(o->perplexity, &a) == 0 && stat(o->save_logits, &b) == 0 && S_ISREG(b.st_mode) &&
+        a.st_dev == b.st_dev && a.st_ino == b.st_ino)
+        return fail(e, GEN_USAGE, "--save-logits %s would overwrite the text that is scored: name another file", o->save_logits);
     if (!input_read(o->perplexity, &p->prompt, e) || !open_tokenizer(p, e)) return false;
     struct span text = { p->prompt.len ? p->prompt.data : "", p->prompt.len, false };
     if (!tokenizer_encode(p->tokenizer, &text, 1, true, &p->tokens, e)) return false;
@@ -690,12 +700,25 @@ static void hold_standard_files(void)
         if (fcntl(file, F_GETFD) < 0) open("/dev/null", file == STDIN_FILENO ? O_WRONLY : O_RDONLY);
 }
 
+/* A page of a mapped file cannot be read any more: the file has been cut short, or its disk fails. */
+static void on_lost_page(int number)
+{
+    static const char text[] = "gen: the model file has become shorter or unreadable while it was in use: leave it alone "
+                               "while gen runs, or read it first with --no-mmap\n";
+    (void)number;
+    if (write(STDERR_FILENO, text, sizeof text - 1) < 0) _exit(GEN_RUN);
+    _exit(GEN_MODEL);
+}
+
 int main(int argc, char **argv)
 {
     struct program p = { .begun = now_seconds() };
     struct error e = { 0 };
     hold_standard_files();
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);          /* a write past the limit of file sizes fails with EFBIG */
+    signal(SIGBUS, on_lost_page);
+    output_until(&stop_now);
     bool ok = options_parse(&p.o, argc, argv, &e);
     bar.wanted = ok && !p.o.quiet && isatty(STDERR_FILENO);
     ok = ok && tasks[p.o.mode](&p, &e);

@@ -17,6 +17,7 @@
 #include "json.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <jansson.h>
 #include <math.h>
 #include <nettle/sha2.h>
@@ -45,7 +46,7 @@ struct run {
     int32_t *input;                    /* [windows][window] tokens as the model gets them */
     int64_t window, windows, rows;     /* scored rows of a window */
     FILE *save, *base;
-    char *temporary;                   /* name of the file being written */
+    char *final, *temporary;           /* the file that is named, and the one being written, which takes its place */
     float *logprob, *expected;         /* [vocab] of a row: this run's, and the base's */
     double sum, squares;               /* of the negative log-likelihoods */
     float *kl;                         /* [windows * rows] */
@@ -65,40 +66,58 @@ static void header_of(const struct run *r, struct header *h)
     sha256_digest(&hash, sizeof h->sha256, h->sha256);
 }
 
-static bool save_open(struct run *r, struct error *e)
+static bool cannot_save(const struct run *r, struct error *e)
 {
-    struct header h;
-    size_t n = strlen(r->o->save) + 8, count = (size_t)(r->windows * r->window);
-    r->temporary = alloc_zeroed(n, 1, "a file name", e);
-    if (!r->temporary) return false;
-    snprintf(r->temporary, n, "%s.XXXXXX", r->o->save);
+    return fail(e, GEN_RUN, "cannot write --save-logits %s: %s", r->o->save, strerror(errno));
+}
+
+/* Opens what is written: a temporary file beside the one that is named, links followed, which takes its place when all is well;
+ * what is there and is no regular file (a device, a pipe) is written to as it is. */
+static int save_target(struct run *r, struct error *e)
+{
+    struct stat st;
+    if (stat(r->o->save, &st) == 0 && !S_ISREG(st.st_mode)) return open(r->o->save, O_WRONLY | O_CLOEXEC);
+    r->final = realpath(r->o->save, NULL);
+    if (!r->final) r->final = strdup(r->o->save);
+    size_t n = r->final ? strlen(r->final) + 8 : 0;
+    r->temporary = r->final ? alloc_zeroed(n, 1, "a file name", e) : NULL;
+    if (!r->temporary) return -1;
+    snprintf(r->temporary, n, "%s.XXXXXX", r->final);
     int file = mkstemp(r->temporary);
     if (file < 0) {
         free(r->temporary);
         r->temporary = NULL;
-        return fail(e, GEN_RUN, "cannot write --save-logits %s: %s", r->o->save, strerror(errno));
+        return -1;
     }
     mode_t mask = umask(0);
     umask(mask);
     fchmod(file, 0666 & ~mask);
+    return file;
+}
+
+static bool save_open(struct run *r, struct error *e)
+{
+    struct header h;
+    size_t count = (size_t)(r->windows * r->window);
+    int file = save_target(r, e);
+    if (file < 0) return cannot_save(r, e);
     r->save = fdopen(file, "wb");
     if (!r->save) {
         close(file);
-        return fail(e, GEN_RUN, "cannot write --save-logits %s: %s", r->o->save, strerror(errno));
+        return cannot_save(r, e);
     }
     header_of(r, &h);
     return (fwrite(&h, sizeof h, 1, r->save) == 1 && fwrite(r->input, sizeof *r->input, count, r->save) == count)
-        || fail(e, GEN_RUN, "cannot write --save-logits %s: %s", r->o->save, strerror(errno));
+        || cannot_save(r, e);
 }
 
 /* Gives the file its name once it is whole. */
 static bool save_finish(struct run *r, struct error *e)
 {
-    bool ok = fflush(r->save) == 0 && fsync(fileno(r->save)) == 0;
+    bool ok = fflush(r->save) == 0 && (!r->temporary || fsync(fileno(r->save)) == 0);
     ok = fclose(r->save) == 0 && ok;
     r->save = NULL;
-    if (!ok || rename(r->temporary, r->o->save) != 0)
-        return fail(e, GEN_RUN, "cannot write --save-logits %s: %s", r->o->save, strerror(errno));
+    if (!ok || (r->temporary && rename(r->temporary, r->final) != 0)) return cannot_save(r, e);
     free(r->temporary);
     r->temporary = NULL;
     return true;
@@ -190,7 +209,7 @@ static bool score(void *user, int64_t pos, const float *logits, struct error *e)
     r->squares += nll * nll;
     if (r->base && !compare(r, best, e)) return false;
     if (r->save && fwrite(r->logprob, 4, (size_t)r->vocab, r->save) != (size_t)r->vocab)
-        return fail(e, GEN_RUN, "cannot write --save-logits %s: %s", r->o->save, strerror(errno));
+        return cannot_save(r, e);
     r->scored++;
     if (r->o->progress) r->o->progress("perplexity", (double)r->scored / (double)(r->windows * r->rows));
     return true;
@@ -260,6 +279,7 @@ bool perplexity_measure(struct perplexity *out, struct engine *g, const struct t
     if (r.temporary) unlink(r.temporary);
     if (r.base) fclose(r.base);
     free(r.temporary);
+    free(r.final);
     free(r.input);
     free(r.kl);
     free(r.expected);

@@ -500,6 +500,8 @@ static bool consistent(const struct options *o, struct error *e)
     if (o->display_prompt && o->json)
         return fail(e, GEN_USAGE, "--display-prompt and --json exclude each other: the object holds the answer alone");
     if (options_given(o, "sinks") && !o->window) return fail(e, GEN_USAGE, "--sinks does nothing without --window N");
+    if (o->window && o->layout == choice("paged|contiguous", "contiguous"))
+        return fail(e, GEN_USAGE, "--window gives pages back, which --kv-layout contiguous cannot: use paged");
     if (o->window && o->no_kv_cache)
         return fail(e, GEN_USAGE, "--window and --no-kv-cache exclude each other: without a cache there is nothing to "
                     "give back");

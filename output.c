@@ -2,17 +2,29 @@
 #include "output.h"
 
 #include <errno.h>
+#include <limits.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 #include <utf8proc.h>
 
+enum { LAST_CHANCE = 500 };            /* milliseconds that a reader has once the run is to stop */
+static const volatile int *give_up;
+
+void output_until(const volatile int *stop) { give_up = stop; }
+
 bool output_write(const void *data, size_t n, struct error *e)
 {
     const char *p = data;
     while (n) {
-        ssize_t done = write(STDOUT_FILENO, p, n);
+        bool stopping = give_up && *give_up;
+        struct pollfd room = { .fd = STDOUT_FILENO, .events = POLLOUT };
+        if (stopping && poll(&room, 1, LAST_CHANCE) == 0) {
+            *e = (struct error){ .code = GEN_OK };
+            return false;
+        }
+        ssize_t done = write(STDOUT_FILENO, p, stopping && n > PIPE_BUF ? PIPE_BUF : n);
         if (done >= 0) {
             p += done;
             n -= (size_t)done;

@@ -11,6 +11,10 @@
  * gone, false with code GEN_OK and no text: the program is to end quietly. */
 bool output_write(const void *data, size_t n, struct error *e);
 
+/* Once *stop is non-zero (a signal came), a reader that does not read is waited for no longer than half a second; then
+ * output_write gives up as if the reader had gone. */
+void output_until(const volatile int *stop);
+
 /* Adds UTF-8 text with control characters other than tab and line end shown as ^[ (ESC), ^? (DEL) and M-^[ (C1). */
 bool visible_add(struct bytes *out, const char *text, size_t n);
 

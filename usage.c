@@ -9,15 +9,18 @@
 
 enum { WIDTH = 100, INDENT = 32 };     /* columns of the help text; where descriptions begin */
 
-static const char synopsis[] = "gen [OPTIONS] [-]";
+static const char synopsis[] = "gen [OPTIONS] [TEXT] [-]";
 static const char summary[] = "generate text from a GGUF language model";
 static const char about[] =
-    "gen loads a GGUF model and continues a text: the prompt comes from -p, from -f or through standard input. The "
-    "generated text goes to standard output, everything else to standard error. A word - appends standard input to the "
-    "prompt. An option may be written with one dash or two, and its value as the next word or after =; names are never "
+    "gen loads a GGUF model. TEXT is one chat message, answered in the model's own template; without it the raw text of "
+    "-p, of -f or of standard input is continued; on a terminal with neither a chat starts. The generated text goes to "
+    "standard output, everything else to standard error. A word - appends standard input. An option may be written with "
+    "one dash or two, its value as the next word, after = (--temp=0), or behind a letter (-n5); names are never "
     "abbreviated; where an option is given twice the last one counts, unless it may be repeated.";
 
 static const char *const examples[][2] = {
+    { "gen", "chat" },
+    { "gen 'Name three fruits.'", "one message and its reply" },
     { "gen -p 'The capital of France is' -n 20", "continue a text" },
     { "echo 'Once upon a time' | gen --temp 0", "the prompt through a pipe, the most likely answer" },
     { "gen -m model.gguf --dry-run", "what a model takes in memory" },
@@ -25,8 +28,8 @@ static const char *const examples[][2] = {
 static const char *const codes[][2] = {
     { "0", "done, or the reader of the output went away" },
     { "1", "failed while running (memory, a full disk, numbers that are not finite)" },
-    { "2", "bad usage: an option, a value, a prompt longer than the context" },
-    { "3", "a model or file that is missing, damaged or not supported" },
+    { "2", "bad usage: an option, a value, a text file that cannot be read, a prompt longer than the context" },
+    { "3", "a model file that is damaged or not supported, or cannot be read" },
 };
 static const char *const variables[][2] = {
     { "GEN_MODEL", "model file when -m is not given" },
