@@ -74,7 +74,8 @@ def busy():
 
 class Gen:
     def __init__(self, options):
-        self.path, self.threads, self.reps, self.isa = options.gen, options.threads, options.reps, options.isa
+        self.path = options.gen.resolve()
+        self.threads, self.reps, self.isa = options.threads, options.reps, options.isa
 
     def bench(self, model, *words, threads=None, prefix=()):
         """The object of the one test that the words ask for."""
@@ -89,7 +90,7 @@ class Gen:
 
 class LlamaCpp:
     def __init__(self, options):
-        self.bin, self.threads, self.reps = options.peer / "build" / "bin", options.threads, options.reps
+        self.bin, self.threads, self.reps = options.peer.resolve() / "build" / "bin", options.threads, options.reps
 
     def ways(self, threads=None):
         """Ways to run it, by name: words for llama-bench."""
