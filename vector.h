@@ -130,19 +130,23 @@ INLINE float s_half(uint16_t h) { return f16_to_f32(h); }
 INLINE uint16_t s_to_half(float f) { return f32_to_f16(f); }
 #endif
 
-/* Sum of the lanes: halves are folded onto each other, so the tree is fixed by the width. */
-INLINE float v_sum(vf v)
-{
-    for (int w = VW / 2; w; w /= 2)
-        for (int i = 0; i < w; i++) v[i] += v[i + w];
-    return v[0];
-}
-INLINE float v_highest(vf v)           /* no NaN among the lanes, or the result is one or a lane */
-{
-    for (int w = VW / 2; w; w /= 2)
-        for (int i = 0; i < w; i++) v[i] = v[i] > v[i + w] ? v[i] : v[i + w];
-    return v[0];
-}
+/* The lanes folded onto each other by an operation, upper half onto lower half: the tree is fixed by the width. */
+#define FOLD(v, sum4, op) \
+    __m128 sum4 = FOLD4(v, op); \
+    sum4 = _mm_##op##_ps(sum4, _mm_movehl_ps(sum4, sum4)); \
+    sum4 = _mm_##op##_ss(sum4, _mm_shuffle_ps(sum4, sum4, 1))
+#if defined __AVX512F__
+#define FOLD8(v, op) _mm256_##op##_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1))
+#elif defined __AVX2__
+#define FOLD8(v, op) (__m256)v
+#endif
+#if defined __AVX2__
+#define FOLD4(v, op) _mm_##op##_ps(_mm256_castps256_ps128(FOLD8(v, op)), _mm256_extractf128_ps(FOLD8(v, op), 1))
+#else
+#define FOLD4(v, op) (__m128)v
+#endif
+INLINE float v_sum(vf v) { FOLD(v, sum, add); return _mm_cvtss_f32(sum); }
+INLINE float v_highest(vf v) { FOLD(v, top, max); return _mm_cvtss_f32(top); }  /* any lane, if one is a NaN */
 
 /* exp(x): x = n ln 2 + r, |r| <= ln 2 / 2, the Taylor polynomial of degree 7 in r (error below 2 ulp), 2^n through the
  * exponent bits. Below -87.3 the result is 0, above 88.3 it is about 2e38 (scores never get there: they are at most 0);
