@@ -202,14 +202,13 @@ static void load_job(void *user, int thread)
     free(raw);
 }
 
-/* Decides how each matrix is kept: in place in the mapped file (vocabulary matrices in Q8_0, whose blocks are quick to
- * use as they stand, and float types), or read into memory, packed where the kernels have a layout for the type. */
-static void plan(struct loading *l, const struct matrix *src, struct weight *dst, bool vocabulary)
+/* Decides how each matrix is kept: read into memory, packed where the kernels have a layout for the type, else in place
+ * in the mapped file. */
+static void plan(struct loading *l, const struct matrix *src, struct weight *dst)
 {
     struct cpu *c = l->c;
     const void *map = gguf_data(c->m->file, src->tensor);
-    bool raw = c->k->packed_bytes(src->tensor->type, src->rows, src->columns) == 0 ||
-               (vocabulary && src->tensor->type == T_Q8_0);
+    bool raw = c->k->packed_bytes(src->tensor->type, src->rows, src->columns) == 0;
     *dst = (struct weight){ src->tensor->type, (int64_t)src->rows, (int64_t)src->columns, !raw, NULL };
     if (raw && map) dst->data = (const char *)map + src->row0 * row_bytes(src);
     else l->list[l->n++] = (struct load){ src, dst, NULL };
@@ -221,19 +220,19 @@ static void plan_all(struct loading *l)
     for (int i = 0; i < c->m->n_layer; i++) {
         const struct layer *s = &c->m->layers[i];
         struct cpu_layer *d = &c->layers[i];
-        plan(l, &s->q, &d->qkv[0], false);
-        plan(l, &s->k, &d->qkv[1], false);
-        plan(l, &s->v, &d->qkv[2], false);
-        plan(l, &s->o, &d->o, false);
-        plan(l, &s->gate, &d->gate, false);
-        plan(l, &s->up, &d->up, false);
-        plan(l, &s->down, &d->down, false);
+        plan(l, &s->q, &d->qkv[0]);
+        plan(l, &s->k, &d->qkv[1]);
+        plan(l, &s->v, &d->qkv[2]);
+        plan(l, &s->o, &d->o);
+        plan(l, &s->gate, &d->gate);
+        plan(l, &s->up, &d->up);
+        plan(l, &s->down, &d->down);
     }
-    plan(l, &c->m->out, &c->out, true);
+    plan(l, &c->m->out, &c->out);
     bool tied = c->m->out.tensor == c->m->embd.tensor;
     const void *map = gguf_data(c->m->file, c->m->embd.tensor);
     if (map) c->embd = (struct weight){ c->m->embd.tensor->type, c->m->n_vocab, c->m->n_embd, false, map };
-    else if (!tied) plan(l, &c->m->embd, &c->embd, true);
+    else if (!tied) plan(l, &c->m->embd, &c->embd);
 }
 
 static bool load_weights(struct cpu *c, void (*progress)(double), struct error *e)
