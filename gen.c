@@ -597,7 +597,8 @@ static bool run_perplexity(struct program *p, struct error *e)
     struct stat a, b;
     if (o->save_logits && stat(o->perplexity, &a) == 0 && stat(o->save_logits, &b) == 0 && S_ISREG(b.st_mode) &&
         a.st_dev == b.st_dev && a.st_ino == b.st_ino)
-        return fail(e, GEN_USAGE, "--save-logits %s would overwrite the text that is scored: name another file", o->save_logits);
+        return fail(e, GEN_USAGE, "--save-logits %s would overwrite the text that is scored: name another file",
+                    o->save_logits);
     if (!input_read(o->perplexity, &p->prompt, e) || !open_tokenizer(p, e)) return false;
     struct span text = { p->prompt.len ? p->prompt.data : "", p->prompt.len, false };
     if (!tokenizer_encode(p->tokenizer, &text, 1, true, &p->tokens, e)) return false;
@@ -703,8 +704,8 @@ static void hold_standard_files(void)
 /* A page of a mapped file cannot be read any more: the file has been cut short, or its disk fails. */
 static void on_lost_page(int number)
 {
-    static const char text[] = "gen: the model file has become shorter or unreadable while it was in use: leave it alone "
-                               "while gen runs, or read it first with --no-mmap\n";
+    static const char text[] = "gen: the model file has become shorter or unreadable while it was in use: leave it "
+                               "alone while gen runs, or read it first with --no-mmap\n";
     (void)number;
     if (write(STDERR_FILENO, text, sizeof text - 1) < 0) _exit(GEN_RUN);
     _exit(GEN_MODEL);

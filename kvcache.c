@@ -21,7 +21,7 @@ bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, 
     if (!p->free || !p->refs) return kv_pool_close(p), false;
     p->base = reserve_bytes(p->reserved, "the KV cache: lower --ctx-size or choose smaller -ctk and -ctv types", e);
     if (!p->base) return kv_pool_close(p), false;
-    madvise(p->base, p->reserved, MADV_HUGEPAGE);      /* fewer address translations: tiles of one head lie a page apart */
+    madvise(p->base, p->reserved, MADV_HUGEPAGE);      /* tiles of one head lie a page apart */
     for (int i = 0; i < n_pages; i++) p->free[i] = n_pages - 1 - i;    /* page 0 is handed out first */
     p->n_free = n_pages;
     return true;

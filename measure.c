@@ -71,8 +71,8 @@ static bool cannot_save(const struct run *r, struct error *e)
     return fail(e, GEN_RUN, "cannot write --save-logits %s: %s", r->o->save, strerror(errno));
 }
 
-/* Opens what is written: a temporary file beside the one that is named, links followed, which takes its place when all is well;
- * what is there and is no regular file (a device, a pipe) is written to as it is. */
+/* Opens what is written: a temporary file beside the one that is named, links followed, which takes its place when all
+ * is well; what is there and is no regular file (a device, a pipe) is written to as it is. */
 static int save_target(struct run *r, struct error *e)
 {
     struct stat st;

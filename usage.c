@@ -12,9 +12,10 @@ enum { WIDTH = 100, INDENT = 32 };     /* columns of the help text; where descri
 static const char synopsis[] = "gen [OPTIONS] [TEXT] [-]";
 static const char summary[] = "generate text from a GGUF language model";
 static const char about[] =
-    "gen loads a GGUF model. TEXT is one chat message, answered in the model's own template; without it the raw text of "
-    "-p, of -f or of standard input is continued; on a terminal with neither a chat starts. The generated text goes to "
-    "standard output, everything else to standard error. A word - appends standard input. An option may be written with "
+    "gen loads a GGUF model. TEXT is one chat message, answered in the model's own template; without it the raw text "
+    "of -p, of -f or of standard input is continued; on a terminal with neither a chat starts. The generated text "
+    "goes to standard output, everything else to standard error. A word - appends standard input. An option may be "
+    "written with "
     "one dash or two, its value as the next word, after = (--temp=0), or behind a letter (-n5); names are never "
     "abbreviated; where an option is given twice the last one counts, unless it may be repeated.";
 
