@@ -583,7 +583,10 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, const struct d
 }
 
 /* Splits are dealt out one by one where there are few tokens, each a tile of its own; else whole tiles are. */
-static bool split_mode(const struct cpu *c) { return c->n_tiles == c->batch->n_rows && (size_t)c->n_tiles <= c->split_tokens; }
+static bool split_mode(const struct cpu *c)
+{
+    return c->n_tiles == c->batch->n_rows && (size_t)c->n_tiles <= c->split_tokens;
+}
 
 static void attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, int thread)
 {

@@ -134,7 +134,8 @@ bool engine_open(struct engine **out, const struct model *m, const struct engine
     g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
     if (!g->rows || !g->views) goto bad;
     progress_of_load = o->progress;
-    struct backend_options bo = { o->threads, g->max_rows, o->max_sequences, p.seen, o->progress ? load_progress : NULL };
+    struct backend_options bo = { o->threads, g->max_rows, o->max_sequences, p.seen,
+                                  o->progress ? load_progress : NULL };
     if (!cpu_open(&g->b, m, &bo, e)) goto bad;
     *out = g;
     return true;
