@@ -25,7 +25,7 @@ struct test {
 };
 
 /* What a forward pass takes at least, whatever the program. */
-struct work {
+struct token_work {
     double matrices;                   /* bytes of all matrices as they stand in the file, the embedding's rows apart */
     double layers, head;               /* multiply-adds of a token in the layers' matrices, and in the last one */
     double cell;                       /* bytes of one token's keys and values in one layer */
@@ -46,7 +46,7 @@ struct run {
     int n_tests;
     struct probe *probe;
     struct limits limits;
-    struct work work;
+    struct token_work work;
 };
 
 /* ---- what is asked for */
@@ -131,16 +131,16 @@ static bool open_engine(struct run *r, const struct model *m, struct engine_opti
 
 /* ---- the work of a token */
 
-static void add_matrix(struct work *w, const struct matrix *x, double *products)
+static void add_matrix(struct token_work *w, const struct matrix *x, double *products)
 {
     const struct type_info *t = type_info(x->tensor->type);
     w->matrices += (double)(x->rows * (x->columns / t->block) * t->bytes);
     *products += (double)x->rows * (double)x->columns;
 }
 
-static struct work work_of(const struct model *m, const struct engine_options *eo)
+static struct token_work work_of(const struct model *m, const struct engine_options *eo)
 {
-    struct work w = { .window = eo->window > 0 && eo->window < m->window ? eo->window : m->window,
+    struct token_work w = { .window = eo->window > 0 && eo->window < m->window ? eo->window : m->window,
                       .kept = eo->window > 0 ? (double)eo->window + eo->sinks : INFINITY };
     for (int i = 0; i < m->n_layer; i++) {
         const struct layer *l = &m->layers[i];
@@ -155,19 +155,19 @@ static struct work work_of(const struct model *m, const struct engine_options *e
 }
 
 /* Bytes of the keys and values that the token at position `pos` sees. */
-static double cache_bytes(const struct work *w, double pos)
+static double cache_bytes(const struct token_work *w, double pos)
 {
     double all = pos + 1 < w->kept ? pos + 1 : w->kept, near = pos + 1 < w->window ? pos + 1 : w->window;
     return w->cell * (w->global * all + w->local * near);
 }
 
-static double bytes_per_token(const struct work *w, const struct test *t)
+static double bytes_per_token(const struct token_work *w, const struct test *t)
 {
     if (!t->decode) return (w->matrices + cache_bytes(w, (double)(t->depth + t->n - 1))) / (double)t->n;
     return w->matrices / t->parallel + cache_bytes(w, (double)t->depth + (double)(t->n - 1) / 2);
 }
 
-static double products_per_token(const struct work *w, const struct test *t)
+static double products_per_token(const struct token_work *w, const struct test *t)
 {
     return w->layers + w->head / (t->decode ? 1 : (double)t->n);
 }

@@ -2,6 +2,7 @@
  * next. */
 #include "engine.h"
 
+#include <nettle/sha2.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,13 +20,14 @@ struct engine {
     int sinks[KV_GROUPS], window[KV_GROUPS];
     struct row *rows;                  /* [max_rows] of the batch being built */
     struct kv_view (*views)[KV_GROUPS];            /* [max_sequences] one per sequence of the batch */
+    struct work *step;                 /* [max_sequences] of engine_step */
     uint64_t forwards;                 /* forward passes so far: tells whether a sequence's logits are still there */
 };
 
 struct sequence {
     struct engine *g;
     struct kv_table main[KV_GROUPS], raw[KV_GROUPS];
-    /* Tokens up to here have been looked through for pages to drop. */
+    /* Tokens before these are gone but for the sinks, or for block 0. */
     int64_t dropped_main[KV_GROUPS], dropped_raw[KV_GROUPS];
     int32_t *tokens;                   /* [ctx] */
     int64_t n;                         /* tokens whose keys and values are in the cache */
@@ -132,7 +134,8 @@ bool engine_open(struct engine **out, const struct model *m, const struct engine
             goto bad;
     g->rows = alloc_zeroed(g->max_rows, sizeof *g->rows, "the batch", e);
     g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
-    if (!g->rows || !g->views) goto bad;
+    g->step = alloc_zeroed(o->max_sequences, sizeof *g->step, "the batch's parts", e);
+    if (!g->rows || !g->views || !g->step) goto bad;
     progress_of_load = o->progress;
     struct backend_options bo = { o->threads, g->max_rows, o->max_sequences, p.seen,
                                   o->progress ? load_progress : NULL };
@@ -154,6 +157,7 @@ void engine_close(struct engine *g)
     }
     free(g->rows);
     free(g->views);
+    free(g->step);
     free(g);
 }
 
@@ -230,19 +234,26 @@ const float *sequence_logits(const struct sequence *s) { return sequence_logits_
 static int64_t resumable(const struct sequence *s, int64_t n)
 {
     const struct engine *g = s->g;
+    if (n > s->n) n = s->n;
     for (int i = 0; i < KV_GROUPS; i++)
         if (!kv_table_holds(&s->raw[i], &g->raw[i], n / KV_BLOCK * KV_BLOCK, n)) n = n / KV_BLOCK * KV_BLOCK;
     for (int i = 0; i < KV_GROUPS; i++) {
         int64_t first = kv_window_range(n, g->sinks[i], g->window[i]).first, page = n - n % g->main[i].shape.page_size;
-        if (!kv_table_holds(&s->main[i], &g->main[i], first < page ? first : page, n)) return 0;
+        int64_t sinks = n < g->sinks[i] ? n : g->sinks[i];
+        bool start = n > 0 && (sinks > 0 || first < KV_BLOCK);         /* block 0 is seen, raw where there are raw rows */
+        if (!g->main[i].n_pages) continue;
+        if ((first < n && first < s->dropped_main[i]) || !kv_table_holds(&s->raw[i], &g->raw[i], 0, start) ||
+            !kv_table_holds(&s->main[i], &g->main[i], 0, sinks) ||
+            !kv_table_holds(&s->main[i], &g->main[i], first < page ? first : page, n))
+            return 0;
     }
     return n;
 }
 
 int64_t sequence_cut(struct sequence *s, int64_t n)
 {
-    if (n >= s->n) return s->n;
     n = resumable(s, n);
+    if (n == s->n) return n;
     int64_t gone = s->n - n;
     s->logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
     s->n_logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
@@ -286,40 +297,91 @@ static void has_logits(struct sequence *s, int last, int wanted)
     s->n_logits = wanted;
 }
 
-static bool check_token(const struct engine *g, int32_t token, struct error *e)
+static bool check_tokens(const struct sequence *s, const int32_t *tokens, int n, struct error *e)
 {
-    if (token >= 0 && token < g->m->n_vocab) return true;
-    return fail(e, GEN_RUN, "token id %d is not in the vocabulary of %d", token, g->m->n_vocab);
+    const struct engine *g = s->g;
+    for (int i = 0; i < n; i++)
+        if (tokens[i] < 0 || tokens[i] >= g->m->n_vocab)
+            return fail(e, GEN_RUN, "token id %d is not in the vocabulary of %d", tokens[i], g->m->n_vocab);
+    if (n <= g->ctx - s->n) return true;
+    return fail(e, GEN_USAGE, "the context of %lld tokens is full: raise --ctx-size", (long long)g->ctx);
 }
 
-/* Adds row `i` of the batch: the sequence's next token, seen through view `slot`. */
-static bool put_row(struct sequence *s, int i, int slot, int32_t token, enum want want, struct error *e)
+/* Gives back the pages past the sequence's tokens. */
+static void shrink(struct sequence *s)
+{
+    for (int i = 0; i < KV_GROUPS; i++) {
+        kv_table_cut(&s->main[i], &s->g->main[i], s->n);
+        kv_table_cut(&s->raw[i], &s->g->raw[i], s->n);
+    }
+}
+
+/* Pages for n tokens more; nothing is changed when there are not enough. */
+static bool grow(struct sequence *s, int n, struct error *e)
 {
     struct engine *g = s->g;
-    if (!check_token(g, token, e)) return false;
-    if (s->n >= g->ctx)
-        return fail(e, GEN_USAGE, "the context of %lld tokens is full: raise --ctx-size", (long long)g->ctx);
-    for (int k = 0; k < KV_GROUPS; k++) {
-        if (!kv_table_grow(&s->main[k], &g->main[k], s->n + 1) || !kv_table_grow(&s->raw[k], &g->raw[k], s->n + 1))
-            return fail(e, GEN_RUN, "no KV page is left for token %lld: lower --ctx-size or the number of sequences",
-                        (long long)s->n);
-        g->views[slot][k] = (struct kv_view){ { &g->main[k].shape, g->main[k].base, s->main[k].pages },
-                                              { g->raw[k].n_pages ? &g->raw[k].shape : NULL, g->raw[k].base,
-                                                s->raw[k].pages },
-                                              g->sinks[k], g->window[k] };
+    for (int i = 0; i < KV_GROUPS; i++) {
+        if (kv_table_grow(&s->main[i], &g->main[i], s->n, s->n + n) &&
+            kv_table_grow(&s->raw[i], &g->raw[i], s->n, s->n + n))
+            continue;
+        shrink(s);
+        return fail(e, GEN_RUN, "no KV page is left for token %lld: lower --ctx-size or the number of sequences",
+                    (long long)(s->n + n - 1));
     }
-    g->rows[i] = (struct row){ token, slot, s->n, want };
-    s->tokens[s->n++] = token;
-    s->forward = 0;
     return true;
 }
 
-static bool run(struct engine *g, int n_rows, struct error *e)
+/* What the forward pass sees of a sequence. */
+static void view(const struct sequence *s, struct kv_view out[KV_GROUPS])
 {
-    struct batch batch = { g->rows, n_rows, (const struct kv_view (*)[KV_GROUPS])g->views };
-    g->forwards++;
-    return g->b->forward(g->b, &batch, e);
+    const struct engine *g = s->g;
+    for (int k = 0; k < KV_GROUPS; k++)
+        out[k] = (struct kv_view){ { &g->main[k].shape, g->main[k].base, s->main[k].pages },
+                                   { g->raw[k].n_pages ? &g->raw[k].shape : NULL, g->raw[k].base, s->raw[k].pages },
+                                   g->sinks[k], g->window[k] };
 }
+
+/* The pages are there, the numbers of rows fit. */
+static bool run(struct engine *g, const struct work *w, int n, struct error *e)
+{
+    int rows = 0, wanted = 0;
+    for (int i = 0; i < n; i++) {
+        struct sequence *s = w[i].s;
+        view(s, g->views[i]);
+        for (int k = 0; k < w[i].n; k++)
+            g->rows[rows++] = (struct row){ w[i].tokens[k], i, s->n + k,
+                                            k >= w[i].n - w[i].want ? WANT_LOGITS : WANT_NOTHING };
+    }
+    struct batch batch = { g->rows, rows, (const struct kv_view (*)[KV_GROUPS])g->views };
+    g->forwards++;
+    if (!g->b->forward(g->b, &batch, e)) return false;
+    for (int i = 0; i < n; i++) {
+        struct sequence *s = w[i].s;
+        memmove(s->tokens + s->n, w[i].tokens, sizeof *s->tokens * w[i].n);
+        s->n += w[i].n;
+        wanted += w[i].want;
+        has_logits(s, wanted - 1, w[i].want);
+        drop_unreachable(s);
+    }
+    return true;
+}
+
+bool engine_forward(struct engine *g, const struct work *w, int n, struct error *e)
+{
+    int rows = 0, wanted = 0, grown = 0;
+    for (int i = 0; i < n; i++) rows += w[i].n, wanted += w[i].want;
+    if (n > g->o.max_sequences || rows > g->max_rows || wanted > LOGIT_ROWS)
+        return fail(e, GEN_RUN, "%d tokens of %d sequences with %d logits are more than a batch takes: %d, %d, %d",
+                    rows, n, wanted, g->max_rows, g->o.max_sequences, LOGIT_ROWS);
+    bool ok = true;
+    for (int i = 0; i < n && ok; i++) ok = check_tokens(w[i].s, w[i].tokens, w[i].n, e);
+    for (; ok && grown < n; grown += ok) ok = grow(w[grown].s, w[grown].n, e);
+    ok = ok && run(g, w, n, e);
+    for (int i = 0; !ok && i < grown; i++) shrink(w[i].s);
+    return ok;
+}
+
+int engine_rows(const struct engine *g) { return g->max_rows; }
 
 /* Computes tokens[s->n..n) in chunks; `first`..n-1 want logits, handed to `each` where there is one. */
 static bool extend(struct sequence *s, const int32_t *tokens, int64_t n, int64_t first, score_row each, void *user,
@@ -329,16 +391,10 @@ static bool extend(struct sequence *s, const int32_t *tokens, int64_t n, int64_t
     int64_t begin = s->n;
     while (s->n < n) {
         if (stop && *stop) return true;
-        int64_t at = s->n, most = n - first > 1 && g->chunk > LOGIT_ROWS ? LOGIT_ROWS : g->chunk;
-        int rows = (int)(n - at < most ? n - at : most), wanted = 0;
-        for (int i = 0; i < rows; i++) {
-            enum want want = at + i >= first ? WANT_LOGITS : WANT_NOTHING;
-            wanted += want == WANT_LOGITS;
-            if (!put_row(s, i, 0, tokens[at + i], want, e)) return sequence_cut(s, at), false;
-        }
-        if (!run(g, rows, e)) return sequence_cut(s, at), false;
-        has_logits(s, wanted - 1, wanted);
-        drop_unreachable(s);
+        int64_t most = n - first > 1 && g->chunk > LOGIT_ROWS ? LOGIT_ROWS : g->chunk, left = n - s->n;
+        int rows = (int)(left < most ? left : most), wanted = s->n + rows > first ? (int)(s->n + rows - first) : 0;
+        if (wanted > rows) wanted = rows;
+        if (!engine_forward(g, &(struct work){ s, tokens + s->n, rows, wanted }, 1, e)) return false;
         for (int i = 0; each && i < wanted; i++)
             if (!each(user, s->n - wanted + i, g->b->logits(g->b, i), e)) return false;
         if (g->o.progress && n - begin > g->chunk) g->o.progress("prefill", (double)(s->n - begin) / (n - begin));
@@ -376,31 +432,142 @@ bool sequence_score(struct sequence *s, const int32_t *tokens, int64_t n, int64_
 
 bool sequence_extend(struct sequence *s, const int32_t *tokens, int n, struct error *e)
 {
-    for (int i = 0; i < n; i++)
-        if (!put_row(s, i, 0, tokens[i], WANT_LOGITS, e)) return sequence_cut(s, s->n - i), false;
-    if (!run(s->g, n, e)) return sequence_cut(s, s->n - n), false;
-    has_logits(s, n - 1, n);
-    drop_unreachable(s);
-    return true;
+    return engine_forward(s->g, &(struct work){ s, tokens, n, n }, 1, e);
 }
 
 bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *tokens, int n, struct error *e)
 {
-    for (int i = 0; i < n; i++) {
-        if (!put_row(seqs[i], i, i, tokens[i], WANT_LOGITS, e)) {
-            while (i-- > 0) sequence_cut(seqs[i], seqs[i]->n - 1);
-            return false;
-        }
-    }
     if (!g->o.cache && n == 1) {       /* the baseline: nothing is kept from the last step */
-        int64_t all = seqs[0]->n;
-        sequence_cut(seqs[0], 0);
-        return extend(seqs[0], seqs[0]->tokens, all, all - 1, NULL, NULL, NULL, e);
+        struct sequence *s = seqs[0];
+        if (!check_tokens(s, tokens, 1, e)) return false;
+        s->tokens[s->n] = tokens[0];
+        int64_t all = s->n + 1;
+        sequence_cut(s, 0);
+        return extend(s, s->tokens, all, all - 1, NULL, NULL, NULL, e);
     }
-    if (!run(g, n, e)) return false;
-    for (int i = 0; i < n; i++) {
-        has_logits(seqs[i], i, 1);
-        drop_unreachable(seqs[i]);
+    for (int i = 0; i < n && i < g->o.max_sequences; i++) g->step[i] = (struct work){ seqs[i], &tokens[i], 1, 1 };
+    return engine_forward(g, g->step, n, e);
+}
+
+bool sequence_fork(struct sequence **out, const struct sequence *from, struct error *e)
+{
+    struct sequence *s;
+    if (!sequence_open(&s, from->g, e)) return false;
+    memcpy(s->tokens, from->tokens, sizeof *s->tokens * from->n);
+    for (int i = 0; i < KV_GROUPS; i++) {
+        kv_table_share(&s->main[i], &from->main[i], &s->g->main[i]);
+        kv_table_share(&s->raw[i], &from->raw[i], &s->g->raw[i]);
+        s->dropped_main[i] = from->dropped_main[i];
+        s->dropped_raw[i] = from->dropped_raw[i];
     }
+    s->n = from->n;
+    s->forward = from->forward;
+    s->logits = from->logits;
+    s->n_logits = from->n_logits;
+    *out = s;
+    return true;
+}
+
+/* ---- blocks ------------------------------------------------------------------------------------------------------ */
+
+static void hash_text(struct sha256_ctx *c, const char *text) { sha256_update(c, strlen(text) + 1, (const void *)text); }
+
+static void hash_rope(struct sha256_ctx *c, const struct rope *r)
+{
+    sha256_update(c, sizeof r->n, (const void *)&r->n);
+    sha256_update(c, sizeof r->scale, (const void *)&r->scale);
+    sha256_update(c, sizeof *r->freq * (r->n / 2), (const void *)r->freq);
+}
+
+void engine_root_key(const struct engine *g, const uint8_t model[KV_KEY], uint8_t key[KV_KEY])
+{
+    const struct model *m = g->m;
+    int32_t all[] = { KV_NUMERICS, KV_BLOCK, g->o.type_k, g->o.type_v, m->n_layer, m->n_kv, m->head_k, m->head_v,
+                      m->rope_order, g->sinks[KV_GLOBAL], g->window[KV_GLOBAL], g->window[KV_LOCAL] };
+    struct sha256_ctx c;
+    sha256_init(&c);
+    hash_text(&c, "gen kv");
+    sha256_update(&c, KV_KEY, model);
+    hash_text(&c, g->b->name);
+    hash_text(&c, g->b->isa);
+    sha256_update(&c, sizeof all, (const void *)all);
+    hash_rope(&c, &m->rope_global);
+    hash_rope(&c, &m->rope_local);
+    sha256_digest(&c, KV_KEY, key);
+}
+
+static bool has_raw(const struct engine *g, int group, int64_t block) { return block == 0 && g->raw[group].n_pages; }
+
+size_t engine_block_bytes(const struct engine *g, int64_t block, unsigned parts)
+{
+    size_t n = 0;
+    for (int i = 0; i < KV_GROUPS; i++)
+        if (parts >> i & 1)
+            n += kv_block_bytes(&g->main[i].shape) + (has_raw(g, i, block) ? kv_block_bytes(&g->raw[i].shape) : 0);
+    return n;
+}
+
+unsigned engine_block_needs(const struct engine *g, int64_t block, int64_t n)
+{
+    unsigned parts = 0;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        int64_t first = kv_window_range(n, g->sinks[i], g->window[i]).first, pos = block * KV_BLOCK;
+        bool seen = pos < n && (pos < g->sinks[i] || pos + KV_BLOCK > first);
+        if (g->main[i].n_pages && seen) parts |= 1u << i;
+    }
+    return parts;
+}
+
+unsigned sequence_read_block(const struct sequence *s, int64_t block, void *out)
+{
+    const struct engine *g = s->g;
+    unsigned parts = 0;
+    int64_t pos = block * KV_BLOCK;
+    unsigned char *at = out;
+    if (block < 0 || pos + KV_BLOCK > s->n) return 0;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        bool kept = pos >= s->dropped_main[i] || pos < g->sinks[i];
+        if (!g->main[i].n_pages || !kept || !kv_table_holds(&s->main[i], &g->main[i], pos, pos + KV_BLOCK)) continue;
+        kv_block_read(&s->main[i], &g->main[i], pos, at);
+        at += kv_block_bytes(&g->main[i].shape);
+        if (has_raw(g, i, block)) {
+            kv_block_read(&s->raw[i], &g->raw[i], pos, at);
+            at += kv_block_bytes(&g->raw[i].shape);
+        }
+        parts |= 1u << i;
+    }
+    return parts;
+}
+
+bool sequence_write_block(struct sequence *s, const int32_t tokens[KV_BLOCK], const void *in, unsigned parts,
+                          struct error *e)
+{
+    struct engine *g = s->g;
+    const unsigned char *at = in;
+    int64_t pos = s->n;
+    if (pos % KV_BLOCK) return fail(e, GEN_RUN, "a block cannot be put after %lld tokens", (long long)pos);
+    if (!check_tokens(s, tokens, KV_BLOCK, e)) return false;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        bool part = parts >> i & 1, raw = part && has_raw(g, i, pos / KV_BLOCK);
+        if ((part && !kv_table_grow(&s->main[i], &g->main[i], pos, pos + KV_BLOCK)) ||
+            (raw && !kv_table_grow(&s->raw[i], &g->raw[i], pos, pos + KV_BLOCK)))
+            return shrink(s), fail(e, GEN_RUN, "no KV page is left for token %lld", (long long)pos);
+    }
+    for (int i = 0; i < KV_GROUPS; i++) {
+        bool part = parts >> i & 1, raw = part && has_raw(g, i, pos / KV_BLOCK);
+        if (part && g->main[i].n_pages) {
+            kv_block_write(&s->main[i], &g->main[i], pos, at);
+            at += kv_block_bytes(&g->main[i].shape);
+        } else kv_table_skip(&s->main[i], &g->main[i], pos + KV_BLOCK), s->dropped_main[i] = pos + KV_BLOCK;
+        if (raw) {
+            kv_block_write(&s->raw[i], &g->raw[i], pos, at);
+            at += kv_block_bytes(&g->raw[i].shape);
+        } else kv_table_skip(&s->raw[i], &g->raw[i], pos + KV_BLOCK);
+        s->dropped_raw[i] = pos + KV_BLOCK;
+    }
+    memcpy(s->tokens + pos, tokens, sizeof *tokens * KV_BLOCK);
+    s->n = pos + KV_BLOCK;
+    s->forward = 0;
+    drop_unreachable(s);
     return true;
 }

@@ -53,14 +53,23 @@ typedef bool (*score_row)(void *user, int64_t pos, const float *logits, struct e
 bool sequence_score(struct sequence *s, const int32_t *tokens, int64_t n, int64_t first, score_row each, void *user,
                     struct error *e);
 
-/* One token more for each of n different sequences, in one forward pass; their logits are ready afterwards. Does not
- * allocate. */
-bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *tokens, int n, struct error *e);
+/* One sequence's part of a forward pass: `n` tokens more, of which the last `want` get logits. */
+struct work { struct sequence *s; const int32_t *tokens; int n, want; };
+/* One forward pass for `n` different sequences (at most max_sequences; together at most engine_rows tokens, of which
+ * LOGIT_ROWS get logits). All or nothing: after an error every sequence holds what it held. Does not allocate. */
+bool engine_forward(struct engine *g, const struct work *w, int n, struct error *e);
+int engine_rows(const struct engine *g);
 
-/* Appends n tokens, 1 to EXTEND_ROWS, in one forward pass; the logits after each of them are ready afterwards. Does not
- * allocate. */
+/* engine_forward with one token and its logits for each of n different sequences. With options.cache false and n = 1
+ * everything is computed again. */
+bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *tokens, int n, struct error *e);
+/* engine_forward with n tokens of one sequence, 1 to EXTEND_ROWS, and the logits after each of them. */
 enum { EXTEND_ROWS = 16 };
 bool sequence_extend(struct sequence *s, const int32_t *tokens, int n, struct error *e);
+
+/* A second sequence with the same tokens, and the same logits as long as those last. It shares all pages: whoever
+ * writes to a shared one gets a copy of his own first. */
+bool sequence_fork(struct sequence **out, const struct sequence *from, struct error *e);
 /* Drops all tokens from position n on, and as many before it as have lost what the next token needs: none as long as n
  * lies within the last EXTEND_ROWS tokens. Returns the length that is left. */
 int64_t sequence_cut(struct sequence *s, int64_t n);
@@ -73,5 +82,28 @@ int64_t sequence_length(const struct sequence *s);
 /* Tokens that no new token sees any more, because of the window option. */
 int64_t sequence_evicted(const struct sequence *s);
 const int32_t *sequence_tokens(const struct sequence *s);
+
+/* ---- blocks: keys and values of KV_BLOCK tokens in all layers, whatever the layout and the page size; for a store --- */
+
+/* A block's parts are those of the layer groups: bit i stands for group i. Windows make parts of old blocks go away, and
+ * a sequence does without them. */
+enum { KV_ALL_PARTS = (1 << KV_GROUPS) - 1 };
+/* Raised whenever the numbers that a forward pass writes to the cache change. */
+enum { KV_NUMERICS = 1 };
+/* Key that block 0's is chained to (kv_block_key): SHA-256 over all that the numbers depend on. `model` is the
+ * fingerprint of the model file. */
+void engine_root_key(const struct engine *g, const uint8_t model[KV_KEY], uint8_t key[KV_KEY]);
+/* Bytes of these parts of a block (block 0 of sealed types has its raw rows, too). */
+size_t engine_block_bytes(const struct engine *g, int64_t block, unsigned parts);
+/* Parts of `block` that a sequence needs to go on after `n` tokens. */
+unsigned engine_block_needs(const struct engine *g, int64_t block, int64_t n);
+/* Writes the parts that are still there one after another to `out` (room for KV_ALL_PARTS) and says which these are; 0
+ * also for a block that is not whole. */
+unsigned sequence_read_block(const struct sequence *s, int64_t block, void *out);
+/* Appends a block's tokens with the parts `in`, which hold what sequence_read_block gave; the sequence's length is a
+ * multiple of KV_BLOCK. Once all are written, sequence_sync goes on from there, or from 0 if a part it needs is not
+ * there. Errors: as engine_forward's; nothing is changed then. */
+bool sequence_write_block(struct sequence *s, const int32_t tokens[KV_BLOCK], const void *in, unsigned parts,
+                          struct error *e);
 
 #endif

@@ -176,15 +176,34 @@ struct kv_table {
 };
 /* The table never covers more than `max_tokens`, so that a token loop does not allocate. */
 bool kv_table_open(struct kv_table *t, const struct kv_pool *p, int64_t max_tokens, struct error *e);
-/* Covers `tokens` tokens; false when the pool has no page left (nothing changed then). */
-bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t tokens);
+/* Makes the places of tokens [from, to) writable: covers them, and gives the table a page of its own where the first one
+ * has others as owners (its tokens before `from` are copied) or is gone. False when the pool has not enough pages left
+ * (nothing changed then). */
+bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to);
+/* Pages that kv_table_grow would take from the pool. */
+int kv_table_needs(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to);
+/* The empty table `t` gets all pages of `from`, which both own then. */
+void kv_table_share(struct kv_table *t, const struct kv_table *from, struct kv_pool *p);
 /* Gives back the pages past `tokens` tokens. */
 void kv_table_cut(struct kv_table *t, struct kv_pool *p, int64_t tokens);
 /* Gives back the pages that hold only tokens of [from, to). */
 void kv_table_drop(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to);
 /* All pages that hold tokens of [from, to) are there. */
 bool kv_table_holds(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to);
+/* Covers `tokens` tokens without pages: what is covered anew is gone. */
+void kv_table_skip(struct kv_table *t, const struct kv_pool *p, int64_t tokens);
 void kv_table_close(struct kv_table *t, struct kv_pool *p);
+
+/* A block's tiles in the order layer, plane, head, whatever the page size: kv_block_bytes of them. The block starts at
+ * `pos` and its page is there; to be written, it must be the table's own (kv_table_grow). */
+size_t kv_block_bytes(const struct kv_shape *s);
+void kv_block_read(const struct kv_table *t, const struct kv_pool *p, int64_t pos, void *out);
+void kv_block_write(const struct kv_table *t, const struct kv_pool *p, int64_t pos, const void *in);
+
+/* Key of a block: SHA-256 over the key of the block before it (of the first: a key that stands for all else that the
+ * block's numbers depend on) and its tokens. */
+enum { KV_KEY = 32 };
+void kv_block_key(const uint8_t before[KV_KEY], const int32_t tokens[KV_BLOCK], uint8_t key[KV_KEY]);
 
 /* True when reference counts, free list and tables agree: the invariant checker of the tests. */
 bool kv_pool_check(const struct kv_pool *p, const struct kv_table *const *tables, int n_tables);

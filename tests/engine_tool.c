@@ -1,5 +1,5 @@
 /* engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS WINDOW SINKS - several sequences of one engine go through random operations (sync to a
- * changed text, extend, cut, one step together); after each, the logits must be the bits that a second engine computes from nothing.
+ * changed text, extend, cut, one step together, prefill and decode in one pass, fork, blocks out of one sequence into another); after each, the logits must be the bits that a second engine computes from nothing.
  * The token loop must not allocate. Prints the number of comparisons. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -113,6 +113,71 @@ static void step_together(struct engine *g, struct engine *plain, struct sequenc
     for (int i = 0; i < n; i++) compare(plain, who[i], sequence_length(who[i]) - 1, "step", step);
 }
 
+/* Some tokens for one sequence and a single one for each of the others, in one pass. */
+static void step_mixed(struct engine *g, struct engine *plain, struct sequence **s, int step)
+{
+    struct error e;
+    struct work w[SEQUENCES];
+    int32_t token[SEQUENCES][CTX];
+    int n = 0, left = engine_rows(g) - SEQUENCES;
+    for (int i = 0; i < SEQUENCES; i++) {
+        int most = CTX - (int)sequence_length(s[i]);
+        if (rnd(4) == 0 || most == 0) continue;
+        if (most > left + 1) most = left + 1;
+        int rows = 1 + rnd(most), want = rnd(rows < 3 ? rows + 1 : 3);
+        left -= rows - 1;
+        for (int k = 0; k < rows; k++) token[n][k] = rnd(engine_model(plain)->n_vocab);
+        w[n] = (struct work){ s[i], token[n], rows, want };
+        n++;
+    }
+    if (n == 0) return;
+    watched = 1;
+    must(engine_forward(g, w, n, &e), &e);
+    watched = 0;
+    for (int i = 0; i < n; i++)
+        for (int k = 0; k < w[i].want; k++) compare(plain, w[i].s, sequence_length(w[i].s) - 1 - k, "mixed", step);
+}
+
+/* Another sequence becomes a copy of this one; both go on their own ways. */
+static void step_fork(struct engine *plain, struct sequence **s, int step)
+{
+    struct error e;
+    int from = rnd(SEQUENCES), to = (from + 1 + rnd(SEQUENCES - 1)) % SEQUENCES;
+    sequence_close(s[to]);
+    must(sequence_fork(&s[to], s[from], &e), &e);
+    if (sequence_logits(s[from])) compare(plain, s[to], sequence_length(s[to]) - 1, "fork", step);
+    if (rnd(2)) step_extend(plain, s[from], step);
+    step_extend(plain, s[to], step);
+}
+
+/* The whole blocks of one sequence are written into another, of this engine or of one with other pages. */
+static void step_blocks(struct engine *g, struct engine *plain, struct sequence **s, int step)
+{
+    struct error e;
+    int from = rnd(SEQUENCES), to = (from + 1 + rnd(SEQUENCES - 1)) % SEQUENCES;
+    int64_t n = sequence_length(s[from]) / KV_BLOCK, reused;
+    int32_t text[CTX], more = rnd(engine_model(plain)->n_vocab);
+    if (n * KV_BLOCK == CTX) n--;
+    memcpy(text, sequence_tokens(s[from]), sizeof *text * n * KV_BLOCK);
+    text[n * KV_BLOCK] = more;
+    bool needed = true;
+    sequence_cut(s[to], 0);
+    for (int64_t b = 0; b < n; b++) {
+        unsigned char *block = malloc(engine_block_bytes(g, b, KV_ALL_PARTS));
+        unsigned parts = sequence_read_block(s[from], b, block), needs = engine_block_needs(g, b, n * KV_BLOCK);
+        needed = needed && (parts & needs) == needs;
+        must(sequence_write_block(s[to], text + b * KV_BLOCK, block, parts, &e), &e);
+        free(block);
+    }
+    must(sequence_sync(s[to], text, n * KV_BLOCK + 1, &reused, NULL, &e), &e);
+    if (reused != (needed ? n * KV_BLOCK : 0)) {
+        fprintf(stderr, "engine_tool: step %d: %lld of %lld tokens in blocks were used\n", step, (long long)reused,
+                (long long)n * KV_BLOCK);
+        exit(1);
+    }
+    compare(plain, s[to], n * KV_BLOCK, "blocks", step);
+}
+
 int main(int argc, char **argv)
 {
     struct error e = { 0 };
@@ -137,9 +202,12 @@ int main(int argc, char **argv)
     must(engine_open(&g, m, &o, &e) && engine_open(&plain, m, &po, &e), &e);
     for (int i = 0; i < SEQUENCES; i++) must(sequence_open(&s[i], g, &e), &e);
     for (int step = 0; step < atoi(argv[3]); step++)
-        switch (rnd(4)) {
-        case 0: step_sync(plain, s[rnd(SEQUENCES)], step); break;
-        case 1: step_extend(plain, s[rnd(SEQUENCES)], step); break;
+        switch (rnd(8)) {
+        case 0: case 1: step_sync(plain, s[rnd(SEQUENCES)], step); break;
+        case 2: case 3: step_extend(plain, s[rnd(SEQUENCES)], step); break;
+        case 4: step_fork(plain, s, step); break;
+        case 5: step_blocks(g, plain, s, step); break;
+        case 6: step_mixed(g, plain, s, step); break;
         default: step_together(g, plain, s, step);
         }
     for (int i = 0; i < SEQUENCES; i++) sequence_close(s[i]);

@@ -84,7 +84,7 @@ static void test_random(void **unused)
             int64_t want = tokens[i] + rnd(150);
             int more = (int)((want + 63) / 64 - (tokens[i] + 63) / 64);
             bool fits = want <= MOST && more <= PAGES - used;
-            assert_true(kv_table_grow(&tables[i], &pool, want) == fits);
+            assert_true(kv_table_grow(&tables[i], &pool, tokens[i], want) == fits);
             if (fits) tokens[i] = want;
         } else if (rnd(10)) {
             tokens[i] = rnd((int)tokens[i] + 1);
@@ -111,7 +111,7 @@ static void test_checker(void **unused)
     struct kv_table t;
     const struct kv_table *all[] = { &t };
     assert_true(kv_pool_open(&pool, &shape, PAGES, &e) && kv_table_open(&t, &pool, MOST, &e) &&
-                kv_table_grow(&t, &pool, 100));
+                kv_table_grow(&t, &pool, 0, 100));
     assert_true(kv_pool_check(&pool, all, 1));
     pool.refs[t.pages[0]]++;
     assert_false(kv_pool_check(&pool, all, 1));
