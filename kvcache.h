@@ -32,6 +32,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Functions that kernels on a device call, too. */
+#ifdef __CUDACC__
+#define KV_INLINE static inline __host__ __device__
+#else
+#define KV_INLINE static inline
+#endif
+
 #define KV_BLOCK 32                    /* tokens in a tile, in every layout */
 #define KV_HEAD_MOST 1024              /* largest head size */
 #define KV_SPLIT 256                   /* keys of one split of a row's attention: splits start at multiples of it */
@@ -40,17 +47,17 @@
 enum kv_type { KV_F32, KV_F16, KV_BF16, KV_FP8, KV_INT8, KV_INT4, KV_TYPES };
 
 /* Blocks of the type are sealed; rows not yet sealed, and block 0, are kept as kv_raw_type. */
-static inline bool kv_sealed(enum kv_type t) { return t >= KV_FP8; }
-static inline enum kv_type kv_raw_type(enum kv_type t) { return kv_sealed(t) ? KV_F16 : t; }
+KV_INLINE bool kv_sealed(enum kv_type t) { return t >= KV_FP8; }
+KV_INLINE enum kv_type kv_raw_type(enum kv_type t) { return kv_sealed(t) ? KV_F16 : t; }
 
 /* Blocks of channels that share a token's scale: 32 channels each, the last with what is left over; 0 = no scales. */
-static inline int kv_blocks(enum kv_type t, int head)
+KV_INLINE int kv_blocks(enum kv_type t, int head)
 {
     return !kv_sealed(t) ? 0 : t == KV_FP8 || head < 64 ? 1 : head / 32;
 }
 
 /* int4's scales: 5 bits of exponent and 3 of mantissa, as the top bits of a float (about 3e-5 to 1.2e5). */
-static inline float kv_small_scale(uint8_t s)
+KV_INLINE float kv_small_scale(uint8_t s)
 {
     union { uint32_t u; float f; } x = { ((uint32_t)s << 20) + (112u << 23) };
     return x.f;
@@ -66,33 +73,33 @@ struct kv_shape {
 };
 
 /* Bytes in front of a tile's codes. `means`: the tile is of keys. */
-static inline size_t kv_mean_bytes(enum kv_type t, int head, bool keys)
+KV_INLINE size_t kv_mean_bytes(enum kv_type t, int head, bool keys)
 {
     return t == KV_INT4 && keys ? 2 * (size_t)head : 0;
 }
-static inline size_t kv_scale_bytes(enum kv_type t, int head)
+KV_INLINE size_t kv_scale_bytes(enum kv_type t, int head)
 {
     return (size_t)kv_blocks(t, head) * KV_BLOCK * (t == KV_INT4 ? 1 : 2);
 }
-static inline size_t kv_code_bytes(enum kv_type t, int head)
+KV_INLINE size_t kv_code_bytes(enum kv_type t, int head)
 {
     size_t n = (size_t)head * KV_BLOCK;
     return t == KV_F32 ? 4 * n : t <= KV_BF16 ? 2 * n : t == KV_INT4 ? n / 2 : n;
 }
 /* A whole tile, rounded up so that the next one starts at a multiple of 16 bytes. */
-static inline size_t kv_tile_bytes(enum kv_type t, int head, bool keys)
+KV_INLINE size_t kv_tile_bytes(enum kv_type t, int head, bool keys)
 {
     return (kv_mean_bytes(t, head, keys) + kv_scale_bytes(t, head) + kv_code_bytes(t, head) + 15) & ~(size_t)15;
 }
-static inline size_t kv_k_tile_bytes(const struct kv_shape *s) { return kv_tile_bytes(s->type_k, s->head_k, true); }
-static inline size_t kv_v_tile_bytes(const struct kv_shape *s) { return kv_tile_bytes(s->type_v, s->head_v, false); }
-static inline size_t kv_layer_bytes(const struct kv_shape *s)
+KV_INLINE size_t kv_k_tile_bytes(const struct kv_shape *s) { return kv_tile_bytes(s->type_k, s->head_k, true); }
+KV_INLINE size_t kv_v_tile_bytes(const struct kv_shape *s) { return kv_tile_bytes(s->type_v, s->head_v, false); }
+KV_INLINE size_t kv_layer_bytes(const struct kv_shape *s)
 {
     return (size_t)s->n_kv * (s->page_size / KV_BLOCK) * (kv_k_tile_bytes(s) + kv_v_tile_bytes(s));
 }
-static inline size_t kv_page_bytes(const struct kv_shape *s) { return s->n_layer * kv_layer_bytes(s); }
+KV_INLINE size_t kv_page_bytes(const struct kv_shape *s) { return s->n_layer * kv_layer_bytes(s); }
 /* Bytes of one token in all layers of the group, scales included. */
-static inline double kv_token_bytes(const struct kv_shape *s)
+KV_INLINE double kv_token_bytes(const struct kv_shape *s)
 {
     return (double)s->n_layer * s->n_kv * (kv_k_tile_bytes(s) + kv_v_tile_bytes(s)) / KV_BLOCK;
 }
@@ -113,21 +120,21 @@ struct kv_view {
 };
 
 /* The slots in which a query at `pos` finds the block that starts at `block`, and those that rows are written to. */
-static inline const struct kv_slots *kv_seen(const struct kv_view *v, int64_t pos, int64_t block)
+KV_INLINE const struct kv_slots *kv_seen(const struct kv_view *v, int64_t pos, int64_t block)
 {
     return v->raw.shape && (block == 0 || block == pos / KV_BLOCK * KV_BLOCK) ? &v->raw : &v->main;
 }
-static inline const struct kv_slots *kv_written(const struct kv_view *v) { return v->raw.shape ? &v->raw : &v->main; }
+KV_INLINE const struct kv_slots *kv_written(const struct kv_view *v) { return v->raw.shape ? &v->raw : &v->main; }
 
 /* The tiles of (layer in group, KV head) that hold token `pos`. */
-static inline unsigned char *kv_k_tile(const struct kv_slots *v, int layer, int head, int64_t pos)
+KV_INLINE unsigned char *kv_k_tile(const struct kv_slots *v, int layer, int head, int64_t pos)
 {
     const struct kv_shape *s = v->shape;
     size_t page = (size_t)v->pages[pos / s->page_size], tile = (size_t)(pos % s->page_size) / KV_BLOCK;
     return v->base + page * kv_page_bytes(s) + layer * kv_layer_bytes(s)
          + ((size_t)head * (s->page_size / KV_BLOCK) + tile) * kv_k_tile_bytes(s);
 }
-static inline unsigned char *kv_v_tile(const struct kv_slots *v, int layer, int head, int64_t pos)
+KV_INLINE unsigned char *kv_v_tile(const struct kv_slots *v, int layer, int head, int64_t pos)
 {
     const struct kv_shape *s = v->shape;
     size_t page = (size_t)v->pages[pos / s->page_size], tile = (size_t)(pos % s->page_size) / KV_BLOCK;
@@ -141,12 +148,12 @@ static inline unsigned char *kv_v_tile(const struct kv_slots *v, int layer, int 
  * away, however far the text has gone on since: they look as near as they lie in the cache (Xiao et al. 2023,
  * "Efficient Streaming Language Models"). */
 struct kv_range { int64_t first, last, query; };
-static inline struct kv_range kv_sink_range(int64_t pos, int sinks, int window)
+KV_INLINE struct kv_range kv_sink_range(int64_t pos, int sinks, int window)
 {
     int64_t far = (int64_t)sinks + window - 1;
     return (struct kv_range){ 0, pos < sinks ? pos : (int64_t)sinks - 1, pos < far ? pos : far };
 }
-static inline struct kv_range kv_window_range(int64_t pos, int sinks, int window)
+KV_INLINE struct kv_range kv_window_range(int64_t pos, int sinks, int window)
 {
     int64_t first = window > 0 && pos >= window ? pos - window + 1 : 0;
     return (struct kv_range){ first < sinks ? sinks : first, pos, pos };
