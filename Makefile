@@ -29,7 +29,8 @@ PKG_LIBS := $(or $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null),-lpcre2-8 -
 CMOCKA_LIBS := $(or $(shell pkg-config --libs cmocka 2>/dev/null),-lcmocka)
 
 COMPILE = $(CC) $(CPPFLAGS) $(CFLAGS) $(SPEED) $(MODE.$(config)) $(REQUIRED) $(ISA) $(LESS) $(PKG_CFLAGS) -I. -MMD -MP -c -o $@ $<
-FLAGS = $(CC) $(CPPFLAGS) $(CFLAGS) $(MODE.$(config)) $(REQUIRED) $(AVX2) $(AVX512) $(LESS.$(config)) $(LDFLAGS)
+FLAGS = $(CC) $(CPPFLAGS) $(CFLAGS) $(MODE.$(config)) $(REQUIRED) $(AVX2) $(AVX512) $(LESS.$(config)) $(LDFLAGS) \
+    $(CXX) $(EMULATE) $(CHECKED) $(NVCC) $(CUDA_FLAGS) $(CUDA_CODE)
 LINK = $(CC) $(CFLAGS) $(MODE.$(config)) -pthread $(LDFLAGS) -o $@ $(filter %.o %.a,$^)
 LIBS = $(PKG_LIBS) $(LDLIBS) -lm
 
@@ -47,6 +48,23 @@ $(B)/kernels_avx2.o: ISA := $(AVX2)
 $(B)/kernels_avxvnni.o: ISA := $(AVX2) $(AVXVNNI)
 $(B)/kernels_avx512.o: ISA := $(AVX2) $(AVX512)
 
+# CUDA: where nvcc is, the backend is built into ./gen for the architectures of CUDA_ARCH (and, as PTX, for later ones);
+# elsewhere, or with NVCC= on the command line, nocuda.c stands in for it.
+NVCC ?= $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
+CUDA_ARCH ?= 80 90
+CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(lastword $(NVCC)) 2>/dev/null)))
+CUDA_FLAGS := -std=c++17 -O3 -fmad=false -Xcompiler -O2,-ffp-contract=off,-Wall,-Wextra --threads 2
+CUDA_CODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$a,code=sm_$a) \
+    -gencode arch=compute_$(lastword $(CUDA_ARCH)),code=compute_$(lastword $(CUDA_ARCH))
+CUDA_SOURCES := $(wildcard *.cu)
+CUDA_OBJECTS := $(if $(NVCC),$(if $(filter release,$(config)),$(CUDA_SOURCES:%.cu=$(B)/%.o)))
+CUDA_LIBS := $(if $(CUDA_OBJECTS),-L$(CUDA_HOME)/lib64 -L$(CUDA_HOME)/lib -lcudart_static -lstdc++ -ldl -lrt)
+
+# The emulator: the same sources compiled by g++, whose checks before each access to memory call tests/emulator, so that
+# the tests run them without a GPU. -O1 and no scalar replacement: a 16-byte load stays one.
+EMULATE := -std=gnu++17 -g -ffp-contract=off -pthread -Wall -Wextra -fno-extern-tls-init -Itests/emulator
+CHECKED := -O1 -fno-tree-sra -fsanitize=thread,alignment,bounds --param tsan-instrument-func-entry-exit=0
+
 # ---- what there is
 
 OBJECTS := $(patsubst %.c,$(B)/%.o,$(wildcard *.c))
@@ -59,6 +77,9 @@ TESTS := $(patsubst %.c,$(B)/%,$(wildcard tests/test_*.c))
 TOOLS := $(patsubst %.c,$(B)/%,$(wildcard tests/*_tool.c))
 FUZZERS := $(patsubst %.c,$(B)/%,$(filter-out tests/fuzz_main.c,$(wildcard tests/fuzz_*.c)))
 
+EMULATOR := $(patsubst %.cpp,$(B)/%.o,$(wildcard tests/emulator/*.cpp))
+EMULATED := $(B)/emulated/cases $(if $(CUDA_SOURCES),$(B)/emulated/gen)
+
 VENV := build/venv
 PYTHON := $(VENV)/bin/python
 DEFAULT_MODEL := weights/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -67,7 +88,7 @@ SUBMAKE = $(MAKE) --silent --no-print-directory $(if $(filter -j%,$(MAKEFLAGS)),
 export ASAN_OPTIONS ?= exitcode=99:allocator_may_return_null=1
 export UBSAN_OPTIONS ?= exitcode=99:print_stacktrace=1
 
-.PHONY: all deps run test test-c sanitize fuzz check-long bench readme programs install uninstall clean help FORCE
+.PHONY: all deps run test test-c sanitize fuzz check-long bench readme programs fuzzers emulated install uninstall clean help FORCE
 .DELETE_ON_ERROR:
 
 all: $(PROGRAM) ## build ./gen (the default)
@@ -84,7 +105,7 @@ run: ## obtain the default model and let it continue PROMPT="..."
 
 test: ## all tests; DATA=DIR names the conformance data, without which some are skipped
 	@CC='$(CC)' ./deps.sh build model test
-	@$(SUBMAKE) all programs $(VENV)/ready
+	@$(SUBMAKE) all programs emulated $(VENV)/ready
 	@$(SUBMAKE) config=sanitize fuzzers
 	@python3 weights/get.py smollm2 gemma3 || echo 'The tests that need these models will be skipped.' >&2
 	@CONFIG=$(config) $(PYTHON) -m pytest tests
@@ -137,16 +158,18 @@ clean: ## remove everything that was built; weights/ stays
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
-	@echo 'Also: config=release|debug|sanitize|fuzz, CC=clang, CFLAGS=..., -j'
+	@echo 'Also: config=release|debug|sanitize|fuzz, CC=clang, CFLAGS=..., CUDA_ARCH="80 90", NVCC= (no CUDA), -j'
 
 # ---- rules
 
 programs: $(TESTS) $(TOOLS)
 fuzzers: $(FUZZERS)
+emulated: $(EMULATED)
 
-$(PROGRAM): $(B)/gen.o $(LIBRARY)
+$(PROGRAM): $(B)/gen.o $(CUDA_OBJECTS) $(LIBRARY)
 	@echo '  LINK $@'
-	@$(LINK) $(LIBS)
+	@$(if $(CUDA_SOURCES),$(if $(NVCC),,echo 'There is no nvcc: gen is built without the CUDA backend.'))
+	@$(LINK) $(CUDA_LIBS) $(LIBS)
 
 $(LIBRARY): $(filter-out $(B)/gen.o,$(OBJECTS))
 $(READERS): $(filter-out $(B)/gen.o $(B)/kernels%,$(OBJECTS))
@@ -158,6 +181,33 @@ $(B)/%.o: %.c $(B)/flags
 	@echo '  CC   $<'
 	@mkdir -p $(@D)
 	@$(COMPILE)
+
+$(CUDA_OBJECTS): $(B)/%.o: %.cu $(B)/flags
+	@echo '  NVCC $<'
+	@mkdir -p $(@D)
+	@$(NVCC) $(CUDA_FLAGS) $(CUDA_CODE) -I. -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+
+$(B)/tests/emulator/%.o: tests/emulator/%.cpp $(B)/flags
+	@echo '  CXX  $<'
+	@mkdir -p $(@D)
+	@$(CXX) $(EMULATE) -O2 -MMD -MP -c -o $@ $<
+
+$(B)/emulated/%.o: %.cu $(B)/flags
+	@echo '  CXX  $<'
+	@mkdir -p $(@D)
+	@$(CXX) -x c++ $(EMULATE) $(CHECKED) -I. -MMD -MP -c -o $@ $<
+
+$(B)/emulated/cases.o: tests/emulator/cases.cu $(B)/flags
+	@echo '  CXX  $<'
+	@mkdir -p $(@D)
+	@$(CXX) -x c++ $(EMULATE) $(CHECKED) -MMD -MP -c -o $@ $<
+
+$(B)/emulated/cases: $(B)/emulated/cases.o $(EMULATOR)
+	@$(LINK) -lstdc++ -lm
+
+$(B)/emulated/gen: $(B)/gen.o $(CUDA_SOURCES:%.cu=$(B)/emulated/%.o) $(EMULATOR) $(LIBRARY)
+	@echo '  LINK $@'
+	@$(LINK) $(LIBS) -lstdc++
 
 $(TESTS): $(B)/%: $(B)/%.o $(LIBRARY)
 	@$(LINK) $(CMOCKA_LIBS) $(LIBS)
@@ -184,4 +234,5 @@ $(VENV)/ready: tests/requirements.txt
 	    echo 'The Python packages of the tests cannot be installed (no network?); `make test-c` needs none.' >&2; exit 1; }
 	@touch $@
 
+-include $(CUDA_OBJECTS:.o=.d) $(EMULATOR:.o=.d) $(wildcard $(B)/emulated/*.d)
 -include $(OBJECTS:.o=.d) $(TESTS:=.d) $(TOOLS:=.d) $(FUZZERS:=.d) $(B)/tests/fuzz_main.d

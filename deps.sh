@@ -33,6 +33,7 @@ for task in "$@"; do
             missing="$missing python3-venv" ;;
     test | test-c)
         library cmocka cmocka.h libcmocka-dev
+        [ "$task" = test-c ] || command -v g++ >/dev/null || missing="$missing g++"    # the CUDA emulator's tests
         [ "$task" = test-c ] || python3 -c 'import ensurepip' 2>/dev/null || missing="$missing python3-venv" ;;
     *) echo "deps.sh: unknown task $task" >&2; exit 2 ;;
     esac
