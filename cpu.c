@@ -1,9 +1,9 @@
-/* cpu.c - the CPU backend: weights made ready for the kernels, and the forward pass as phases of one team.
+/* cpu.c - the CPU backend: weights made ready for the kernels, and the forward pass as stages that a team of threads
+ * goes through.
  *
- * A forward pass is one job that every thread of the team walks through together; between phases stands a barrier.
- * Within a phase, pieces of work (rows of a matrix, tokens, attention tasks) are handed out one at a time, and no
- * result depends on who computes it. With one token in the batch the work per token is done by every thread for itself,
- * which costs less than a barrier. */
+ * The pieces of a stage (rows of a matrix, tokens, attention tasks) are done by whichever thread is free, and no result
+ * depends on who computes it. A stage of one piece, as is the work per token with one token in the batch, is done on the
+ * spot by the thread that finished the stage before: nobody could help. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <stdatomic.h>
@@ -22,16 +22,6 @@ struct cpu_layer {
     int group, index;                  /* KV group, and layer number in that group */
 };
 
-/* What is kept per token of the batch between matrix products: one shared by all threads, and a private one each for
- * batches of one token. */
-struct desk {
-    float *x;                          /* [rows][n_embd] residual stream */
-    float *norm;                       /* [rows][max(n_embd, n_head * head_v)] input of the next product, in floats */
-    struct acts acts;                  /* the same, quantised */
-    float *cs[KV_GROUPS], *sn[KV_GROUPS];          /* [rows][rope.n / 2] angles of the row's position */
-    float *sink_cs, *sink_sn;                      /* [rows][rope.n / 2] of the position that it sees the sinks from */
-};
-
 enum { SPLIT_TOKENS = 16 };            /* most tokens of a batch whose attention is dealt out split by split */
 
 /* Consecutive rows of one sequence whose attention is computed together. */
@@ -46,8 +36,11 @@ struct cpu {
     struct weight embd, out;
     const float *out_norm, *out_bias;
     int max_rows;
-    struct desk shared, *own;          /* own[threads] */
-    struct acts ffn;                   /* [rows][n_ff] */
+    float *x;                          /* [rows][n_embd] residual stream */
+    float *input;                      /* [rows][max(n_embd, n_head * head_v)] of the next product, in floats */
+    struct acts acts, ffn;             /* the same, quantised; [rows][n_ff] */
+    float *cs[KV_GROUPS], *sn[KV_GROUPS];          /* [rows][rope.n / 2] angles of the row's position */
+    float *sink_cs, *sink_sn;                      /* [rows][rope.n / 2] of the position that it sees the sinks from */
     float *qkv, *att, *proj, *gate, *up;           /* [rows][..] outputs of products, and the attention's */
     float *logits;                     /* [LOGIT_ROWS][n_vocab] */
     struct tile *tiles;
@@ -60,7 +53,7 @@ struct cpu {
 
     const struct batch *batch;         /* the forward pass under way */
     int n_tiles, n_wanted;
-    bool alone;                        /* the batch is one token */
+    int stage, layer;                  /* of the pass: see stages */
 };
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
@@ -84,19 +77,6 @@ static int widest(const struct model *m)
 {
     int att = m->n_head * m->head_v;
     return att > m->n_embd ? att : m->n_embd;
-}
-
-static void carve_desk(struct carver *c, struct desk *d, const struct model *m, size_t rows)
-{
-    d->x = carve(c, rows * m->n_embd, sizeof(float));
-    d->norm = carve(c, rows * widest(m), sizeof(float));
-    carve_acts(c, &d->acts, rows, widest(m));
-    for (int g = 0; g < KV_GROUPS; g++) {
-        d->cs[g] = carve(c, rows * (m->rope_global.n / 2), sizeof(float));
-        d->sn[g] = carve(c, rows * (m->rope_global.n / 2), sizeof(float));
-    }
-    d->sink_cs = carve(c, rows * (m->rope_global.n / 2), sizeof(float));
-    d->sink_sn = carve(c, rows * (m->rope_global.n / 2), sizeof(float));
 }
 
 static int qkv_width(const struct model *m) { return m->n_head * m->head_k + m->n_kv * (m->head_k + m->head_v); }
@@ -126,9 +106,17 @@ static void carve_all(struct cpu *c, struct carver *v)
     const struct model *m = c->m;
     size_t rows = c->max_rows, threads = team_size(c->team);
     size_t scratch = matmul_scratch(c), att = attend_floats(m) * sizeof(float);
-    carve_desk(v, &c->shared, m, rows);
-    for (size_t i = 0; i < threads; i++) carve_desk(v, &c->own[i], m, 1);
+    size_t angles = rows * (m->rope_global.n / 2);
+    c->x = carve(v, rows * m->n_embd, sizeof(float));
+    c->input = carve(v, rows * widest(m), sizeof(float));
+    carve_acts(v, &c->acts, rows, widest(m));
     carve_acts(v, &c->ffn, rows, m->n_ff);
+    for (int g = 0; g < KV_GROUPS; g++) {
+        c->cs[g] = carve(v, angles, sizeof(float));
+        c->sn[g] = carve(v, angles, sizeof(float));
+    }
+    c->sink_cs = carve(v, angles, sizeof(float));
+    c->sink_sn = carve(v, angles, sizeof(float));
     c->qkv = carve(v, rows * qkv_width(m), sizeof(float));
     c->att = carve(v, rows * m->n_head * m->head_v, sizeof(float));
     c->proj = carve(v, rows * m->n_embd, sizeof(float));
@@ -171,35 +159,27 @@ static int64_t piece_tiles(const struct cpu *c, const struct matrix *x)
     return n < 1 ? 1 : n;
 }
 
-static void load_job(void *user, int thread)
+static void load_piece(void *user, int i, int thread)
 {
     struct loading *l = user;
     struct cpu *c = l->c;
-    void *raw = NULL;
-    size_t raw_cap = 0;
-    for (int i, end; team_take(c->team, l->n_pieces, 1, &i, &end) && !atomic_load(&l->failed); ) {
-        const struct piece *p = &l->pieces[i];
-        const struct load *w = &l->list[p->load];
-        int64_t row0 = p->tile0 * c->k->tile, row1 = p->tile1 * c->k->tile;
-        if (row1 > (int64_t)w->src->rows) row1 = w->src->rows;
-        size_t bytes = (size_t)(row1 - row0) * row_bytes(w->src), offset = (w->src->row0 + row0) * row_bytes(w->src);
-        struct error mine = { 0 };
-        void *dst = w->dst->packed ? raw : w->at + (size_t)row0 * row_bytes(w->src);
-        if (w->dst->packed && bytes > raw_cap) {
-            free(raw);
-            raw = dst = malloc(bytes);
-            raw_cap = raw ? bytes : 0;
-            if (!raw) fail(&mine, GEN_RUN, "cannot allocate %zu bytes to read the weights", bytes);
-        }
-        if (mine.code || !gguf_read(c->m->file, w->src->tensor, offset, dst, bytes, &mine)) {
-            if (!atomic_exchange(&l->failed, true)) *l->e = mine;
-            break;
-        }
-        if (w->dst->packed) c->k->pack(w->dst->type, raw, w->dst->rows, w->dst->cols, p->tile0, p->tile1, w->at);
-        int done = atomic_fetch_add(&l->done, 1) + 1;
-        if (thread == 0 && l->progress) l->progress((double)done / l->n_pieces);
-    }
-    free(raw);
+    const struct piece *p = &l->pieces[i];
+    const struct load *w = &l->list[p->load];
+    if (atomic_load(&l->failed)) return;
+    int64_t row0 = p->tile0 * c->k->tile, row1 = p->tile1 * c->k->tile;
+    if (row1 > (int64_t)w->src->rows) row1 = w->src->rows;
+    size_t bytes = (size_t)(row1 - row0) * row_bytes(w->src), offset = (w->src->row0 + row0) * row_bytes(w->src);
+    struct error mine = { 0 };
+    void *dst = w->at + (size_t)row0 * row_bytes(w->src);
+    if (w->dst->packed && !(dst = malloc(bytes)))
+        fail(&mine, GEN_RUN, "cannot allocate %zu bytes to read the weights", bytes);
+    if (mine.code || !gguf_read(c->m->file, w->src->tensor, offset, dst, bytes, &mine)) {
+        if (!atomic_exchange(&l->failed, true)) *l->e = mine;
+    } else if (w->dst->packed)
+        c->k->pack(w->dst->type, dst, w->dst->rows, w->dst->cols, p->tile0, p->tile1, w->at);
+    if (w->dst->packed) free(dst);
+    int done = atomic_fetch_add(&l->done, 1) + 1;
+    if (thread == 0 && l->progress) l->progress((double)done / l->n_pieces);
 }
 
 /* Decides how each matrix is kept: read into memory, packed where the kernels have a layout for the type, else in place
@@ -265,7 +245,7 @@ static bool load_weights(struct cpu *c, void (*progress)(double), struct error *
         v.used = 0;
     }
     bool ok = v.base && l.pieces;
-    if (ok) team_run(c->team, load_job, &l);
+    if (ok) team_each(c->team, l.n_pieces, load_piece, &l);
     ok = ok && !atomic_load(&l.failed);
     if (ok && !c->embd.data) c->embd = c->out;         /* tied, and not mapped */
     free(l.list);
@@ -304,31 +284,29 @@ static bool load_vectors(struct cpu *c, struct error *e)
 
 /* ---- work per token ---------------------------------------------------------------------------------------------- */
 
-static struct desk *desk_of(struct cpu *c, int thread) { return c->alone ? &c->own[thread] : &c->shared; }
-
-/* The desk's input of a product: `n` rows of k values. */
-static struct acts inputs(const struct desk *d, int n, int k)
+/* The input of a product: `n` rows of k values. */
+static struct acts inputs(const struct cpu *c, int n, int k)
 {
-    struct acts x = d->acts;
+    struct acts x = c->acts;
     x.n = n;
     x.k = k;
-    x.f = d->norm;
+    x.f = c->input;
     return x;
 }
 
 /* Row r of the input, k values, is complete in floats: quantise it. (Rows that are no whole blocks meet float weights
  * only.) */
-static void set_input(struct cpu *c, struct desk *d, int r, int k)
+static void set_input(struct cpu *c, int r, int k)
 {
-    struct acts x = inputs(d, r + 1, k);
+    struct acts x = inputs(c, r + 1, k);
     if (k % 32 == 0) c->k->quantise(&x, r);
 }
 
-static void norm_input(struct cpu *c, struct desk *d, int r, const float *x, const float *w)
+static void norm_input(struct cpu *c, int r, const float *x, const float *w)
 {
     int n = c->m->n_embd;
-    c->k->rms_norm(x, w, n, c->m->norm_eps, d->norm + (size_t)r * n);
-    set_input(c, d, r, n);
+    c->k->rms_norm(x, w, n, c->m->norm_eps, c->input + (size_t)r * n);
+    set_input(c, r, n);
 }
 
 static void angles(const struct rope *p, int64_t pos, float *cs, float *sn)
@@ -340,30 +318,30 @@ static void angles(const struct rope *p, int64_t pos, float *cs, float *sn)
     }
 }
 
-static void row_start(struct cpu *c, struct desk *d, int r)
+static void row_start(struct cpu *c, int r)
 {
     const struct model *m = c->m;
     const struct row *row = &c->batch->rows[r];
-    float *x = d->x + (size_t)r * m->n_embd;
+    float *x = c->x + (size_t)r * m->n_embd;
     c->k->row(&c->embd, row->token, x);
     if (m->embd_scale != 1)
         for (int i = 0; i < m->n_embd; i++) x[i] *= m->embd_scale;
     const struct kv_view *view = &c->batch->views[row->sequence][KV_GLOBAL];
     size_t at = (size_t)r * (m->rope_global.n / 2);
-    angles(&m->rope_global, row->pos, d->cs[KV_GLOBAL] + at, d->sn[KV_GLOBAL] + at);
-    if (m->window) angles(&m->rope_local, row->pos, d->cs[KV_LOCAL] + at, d->sn[KV_LOCAL] + at);
+    angles(&m->rope_global, row->pos, c->cs[KV_GLOBAL] + at, c->sn[KV_GLOBAL] + at);
+    if (m->window) angles(&m->rope_local, row->pos, c->cs[KV_LOCAL] + at, c->sn[KV_LOCAL] + at);
     if (view->sinks)
-        angles(&m->rope_global, kv_sink_range(row->pos, view->sinks, view->window).query, d->sink_cs + at,
-               d->sink_sn + at);
-    norm_input(c, d, r, x, c->layers[0].attn_norm);
+        angles(&m->rope_global, kv_sink_range(row->pos, view->sinks, view->window).query, c->sink_cs + at,
+               c->sink_sn + at);
+    norm_input(c, r, x, c->layers[0].attn_norm);
 }
 
 /* Adds a product's output to the residual stream (normalised first in Gemma) and prepares the next product's input. */
-static void row_residual(struct cpu *c, struct desk *d, int r, const float *bias, const float *post_norm,
+static void row_residual(struct cpu *c, int r, const float *bias, const float *post_norm,
                          const float *next_norm)
 {
     int n = c->m->n_embd;
-    float *x = d->x + (size_t)r * n, *out = d->norm + (size_t)r * n;
+    float *x = c->x + (size_t)r * n, *out = c->input + (size_t)r * n;
     const float *y = c->proj + (size_t)r * n;
     if (bias) {
         for (int i = 0; i < n; i++) out[i] = y[i] + bias[i];
@@ -374,7 +352,7 @@ static void row_residual(struct cpu *c, struct desk *d, int r, const float *bias
         y = out;
     }
     c->k->add(x, y, n);
-    if (next_norm) norm_input(c, d, r, x, next_norm);
+    if (next_norm) norm_input(c, r, x, next_norm);
 }
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
@@ -387,7 +365,7 @@ static const struct kv_view *view_of(const struct cpu *c, const struct cpu_layer
 }
 
 /* dst = query head h of row r, for the sinks or for the window: bias, norm, RoPE, scale, the cache's basis. */
-static void make_query(const struct cpu *c, const struct cpu_layer *l, const struct desk *d, int r, int h, bool sinks,
+static void make_query(const struct cpu *c, const struct cpu_layer *l, int r, int h, bool sinks,
                        float *dst)
 {
     const struct model *m = c->m;
@@ -395,14 +373,14 @@ static void make_query(const struct cpu *c, const struct cpu_layer *l, const str
     int n = m->head_k, half = m->rope_global.n / 2;
     for (int i = 0; i < n; i++) dst[i] = src[i] + (l->q_bias ? l->q_bias[h * n + i] : 0);
     if (l->q_norm) c->k->rms_norm(dst, l->q_norm, n, m->norm_eps, dst);
-    const float *cs = sinks ? d->sink_cs : d->cs[l->group], *sn = sinks ? d->sink_sn : d->sn[l->group];
+    const float *cs = sinks ? c->sink_cs : c->cs[l->group], *sn = sinks ? c->sink_sn : c->sn[l->group];
     c->k->rope(dst, cs + (size_t)r * half, sn + (size_t)r * half, 2 * half, m->rope_order);
     for (int i = 0; i < n; i++) dst[i] *= m->attn_scale;
     if (kv_sealed(view_of(c, l, r)->main.shape->type_k)) c->k->rotate(dst, n);
 }
 
 /* Appends the key and value of KV head h of row r to the cache. `tmp` has head_k + head_v floats. */
-static void append(const struct cpu *c, const struct cpu_layer *l, const struct desk *d, int r, int h, float *tmp)
+static void append(const struct cpu *c, const struct cpu_layer *l, int r, int h, float *tmp)
 {
     const struct model *m = c->m;
     const struct row *row = &c->batch->rows[r];
@@ -416,7 +394,7 @@ static void append(const struct cpu *c, const struct cpu_layer *l, const struct 
     for (int i = 0; i < m->head_k; i++) tmp[i] = k[i] + (l->k_bias ? l->k_bias[h * m->head_k + i] : 0);
     for (int i = 0; i < m->head_v; i++) tv[i] = v[i] + (l->v_bias ? l->v_bias[h * m->head_v + i] : 0);
     if (l->k_norm) c->k->rms_norm(tmp, l->k_norm, m->head_k, m->norm_eps, tmp);
-    c->k->rope(tmp, d->cs[l->group] + (size_t)r * half, d->sn[l->group] + (size_t)r * half, 2 * half, m->rope_order);
+    c->k->rope(tmp, c->cs[l->group] + (size_t)r * half, c->sn[l->group] + (size_t)r * half, 2 * half, m->rope_order);
     if (kv_sealed(view->main.shape->type_k)) c->k->rotate(tmp, m->head_k);
     if (kv_sealed(view->main.shape->type_v)) c->k->rotate(tv, m->head_v);
     c->k->put_key(kv_k_tile(to, l->index, h, row->pos), to->shape->type_k, tmp, m->head_k, t);
@@ -481,7 +459,7 @@ static struct splits splits_of(const struct cpu *c, const struct kv_view *v, int
 
 /* Fills in the queries of the `n` rows from `row` and KV head `h`: row-major by token, then by query head of the
  * group. */
-static void gather_queries(struct cpu *c, const struct cpu_layer *l, const struct desk *d, int row, int n, int h,
+static void gather_queries(struct cpu *c, const struct cpu_layer *l, int row, int n, int h,
                            bool sinks, struct queries *qs)
 {
     const struct kv_view *v = view_of(c, l, row);
@@ -491,7 +469,7 @@ static void gather_queries(struct cpu *c, const struct cpu_layer *l, const struc
             int64_t pos = c->batch->rows[row + i].pos;
             struct kv_range seen = sinks ? kv_sink_range(pos, v->sinks, v->window)
                                          : kv_window_range(pos, v->sinks, v->window);
-            make_query(c, l, d, row + i, h * g + j, sinks, qs->q + (size_t)(i * g + j) * c->m->head_k);
+            make_query(c, l, row + i, h * g + j, sinks, qs->q + (size_t)(i * g + j) * c->m->head_k);
             qs->first[i * g + j] = seen.first;
             qs->last[i * g + j] = seen.last;
             qs->pos[i * g + j] = pos;
@@ -511,21 +489,30 @@ static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct 
     c->k->attend(&a);
 }
 
+/* Splits are dealt out one by one where there are few tokens, each a tile of its own; else whole tiles are. */
+static bool split_mode(const struct cpu *c)
+{
+    return c->n_tiles == c->batch->n_rows && (size_t)c->n_tiles <= c->split_tokens;
+}
+
+/* A single token appends itself where its attention is computed. */
+static bool alone(const struct cpu *c) { return c->batch->n_rows == 1 && split_mode(c); }
+
 /* One token's attention to one split of one KV head, left in the parts. In a batch of one the split that holds the
  * token appends it; where the sinks' split reads the same tile at that time, it masks the lane that is being
  * written. */
-static void attend_part(struct cpu *c, const struct cpu_layer *l, struct desk *d, int tile, int h, int i, int thread)
+static void attend_part(struct cpu *c, const struct cpu_layer *l, int tile, int h, int i, int thread)
 {
     const struct model *m = c->m;
     struct queries qs;
     int row = c->tiles[tile].row, g = group_size(m);
     struct splits s = splits_of(c, view_of(c, l, row), row, 1);
     lay_out(c, thread, &qs);
-    if (c->alone && i == s.count - 1) {
-        append(c, l, d, row, h, qs.tmp);
+    if (alone(c) && i == s.count - 1) {
+        append(c, l, row, h, qs.tmp);
         seal(c, l, row, h);
     }
-    gather_queries(c, l, d, row, 1, h, i < s.sinks, &qs);
+    gather_queries(c, l, row, 1, h, i < s.sinks, &qs);
     attend_split(c, l, view_of(c, l, row), h, &s, i, g, &qs);
     for (int j = 0; j < g; j++) {
         float *p = part_at(c, tile, h * g + j, i);
@@ -542,17 +529,17 @@ static void finish(const struct cpu *c, const struct cpu_layer *l, int r, const 
     if (kv_sealed(view_of(c, l, r)->main.shape->type_v)) c->k->rotate(out, c->m->head_v);
 }
 
-/* Joins the parts of a one-token tile into out[n_head * head_v]. */
-static void join_parts(struct cpu *c, const struct cpu_layer *l, int tile, float *out)
+/* Joins the parts of a one-token tile for the query heads of KV head h into out[group * head_v]. */
+static void join_parts(struct cpu *c, const struct cpu_layer *l, int tile, int h, float *out)
 {
     const struct model *m = c->m;
-    int row = c->tiles[tile].row;
+    int row = c->tiles[tile].row, g = group_size(m);
     struct splits splits = splits_of(c, view_of(c, l, row), row, 1);
-    for (int h = 0; h < m->n_head; h++) {
-        float *o = out + (size_t)h * m->head_v, top = -INFINITY, sum = 0;
+    for (int j = 0; j < g; j++) {
+        float *o = out + (size_t)j * m->head_v, top = -INFINITY, sum = 0;
         memset(o, 0, sizeof(float) * m->head_v);
         for (int i = 0; i < splits.count; i++) {
-            const float *p = part_at(c, tile, h, i);
+            const float *p = part_at(c, tile, h * g + j, i);
             c->k->join(&top, &sum, o, p[0], p[1], p + 2, m->head_v);
         }
         finish(c, l, row, o, sum, o);
@@ -560,7 +547,7 @@ static void join_parts(struct cpu *c, const struct cpu_layer *l, int tile, float
 }
 
 /* Attention of a tile of several tokens for one KV head, all splits in order. */
-static void attend_tile(struct cpu *c, const struct cpu_layer *l, const struct desk *d, int tile, int h, int thread)
+static void attend_tile(struct cpu *c, const struct cpu_layer *l, int tile, int h, int thread)
 {
     const struct model *m = c->m;
     int row = c->tiles[tile].row, n = c->tiles[tile].n, g = group_size(m), n_q = n * g;
@@ -571,7 +558,7 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, const struct d
     memset(qs.o, 0, sizeof(float) * n_q * m->head_v);
     for (int i = 0; i < n_q; i++) qs.m[i] = -INFINITY, qs.l[i] = 0;
     for (int i = 0; i < s.count; i++) {
-        if (i == 0 || i == s.sinks) gather_queries(c, l, d, row, n, h, i < s.sinks, &qs);
+        if (i == 0 || i == s.sinks) gather_queries(c, l, row, n, h, i < s.sinks, &qs);
         attend_split(c, l, view, h, &s, i, n_q, &qs);
         for (int j = 0; j < n_q; j++)
             c->k->join(&qs.m[j], &qs.l[j], qs.o + (size_t)j * m->head_v, qs.m1[j], qs.l1[j],
@@ -582,45 +569,70 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, const struct d
                c->att + ((size_t)(row + i / g) * m->n_head + h * g + i % g) * m->head_v);
 }
 
-/* Splits are dealt out one by one where there are few tokens, each a tile of its own; else whole tiles are. */
-static bool split_mode(const struct cpu *c)
+/* Pieces of a tile's attention in split mode. */
+static int tile_parts(const struct cpu *c, const struct cpu_layer *l, int tile)
 {
-    return c->n_tiles == c->batch->n_rows && (size_t)c->n_tiles <= c->split_tokens;
+    int row = c->tiles[tile].row;
+    return splits_of(c, view_of(c, l, row), row, 1).count * c->m->n_kv;
 }
 
-static void attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, int thread)
+static int attend_pieces(const struct cpu *c)
 {
-    const struct model *m = c->m;
-    int i, end;
-    if (!c->alone) {
-        struct queries qs;
-        lay_out(c, thread, &qs);
-        while (team_take(c->team, c->batch->n_rows, 1, &i, &end))
-            for (int h = 0; h < m->n_kv; h++) append(c, l, d, i, h, qs.tmp);
-        team_barrier(c->team);
-        if (view_of(c, l, 0)->raw.shape) {
-            while (team_take(c->team, c->batch->n_rows, 1, &i, &end))
-                for (int h = 0; h < m->n_kv; h++) seal(c, l, i, h);
-            team_barrier(c->team);
-        }
-    }
+    if (!split_mode(c)) return c->n_tiles * c->m->n_kv;
+    int n = 0;
+    for (int t = 0; t < c->n_tiles; t++) n += tile_parts(c, &c->layers[c->layer], t);
+    return n;
+}
+
+static void attend_piece(struct cpu *c, int i, int thread)
+{
+    const struct cpu_layer *l = &c->layers[c->layer];
+    int n_kv = c->m->n_kv, tile = 0;
     if (!split_mode(c)) {
-        while (team_take(c->team, c->n_tiles * m->n_kv, 1, &i, &end))
-            attend_tile(c, l, d, c->n_tiles - 1 - i / m->n_kv, i % m->n_kv, thread);   /* the longest first */
+        attend_tile(c, l, c->n_tiles - 1 - i / n_kv, i % n_kv, thread);        /* the longest first */
         return;
     }
-    int total = 0;
-    for (int t = 0; t < c->n_tiles; t++)
-        total += splits_of(c, view_of(c, l, c->tiles[t].row), c->tiles[t].row, 1).count * m->n_kv;
-    while (team_take(c->team, total, 1, &i, &end))
-        for (int t = 0, at = i; ; t++) {
-            int n = splits_of(c, view_of(c, l, c->tiles[t].row), c->tiles[t].row, 1).count * m->n_kv;
-            if (at < n) {
-                attend_part(c, l, d, t, at % m->n_kv, at / m->n_kv, thread);
-                break;
-            }
-            at -= n;
-        }
+    for (int n; i >= (n = tile_parts(c, l, tile)); tile++) i -= n;
+    attend_part(c, l, tile, i % n_kv, i / n_kv, thread);
+}
+
+static int append_pieces(const struct cpu *c) { return alone(c) ? 0 : c->batch->n_rows; }
+static void append_piece(struct cpu *c, int r, int thread)
+{
+    struct queries qs;
+    lay_out(c, thread, &qs);
+    for (int h = 0; h < c->m->n_kv; h++) append(c, &c->layers[c->layer], r, h, qs.tmp);
+}
+
+static int seal_pieces(const struct cpu *c)
+{
+    return !alone(c) && view_of(c, &c->layers[c->layer], 0)->raw.shape ? c->batch->n_rows : 0;
+}
+static void seal_piece(struct cpu *c, int r, int thread)
+{
+    (void)thread;
+    for (int h = 0; h < c->m->n_kv; h++) seal(c, &c->layers[c->layer], r, h);
+}
+
+/* The attention's result as the next product's input; the parts of many splits are joined KV head by KV head. */
+enum { FEW_SPLITS = 3 };
+static int attended_pieces(const struct cpu *c)
+{
+    bool whole = !split_mode(c) || attend_pieces(c) <= FEW_SPLITS * c->n_tiles * c->m->n_kv;
+    return c->batch->n_rows * (whole || group_size(c->m) * c->m->head_v % 32 ? 1 : c->m->n_kv);
+}
+
+static void attended_piece(struct cpu *c, int i, int thread)
+{
+    int pieces = attended_pieces(c) / c->batch->n_rows, r = i / pieces, heads = c->m->n_kv / pieces;
+    int n = group_size(c->m) * c->m->head_v, width = c->m->n_kv * n, h0 = i % pieces * heads;
+    size_t at = (size_t)r * width + (size_t)h0 * n;
+    (void)thread;
+    for (int h = h0; h < h0 + heads && split_mode(c); h++)
+        join_parts(c, &c->layers[c->layer], r, h, c->input + (size_t)r * width + (size_t)h * n);
+    if (!split_mode(c)) memcpy(c->input + at, c->att + at, sizeof(float) * heads * n);
+    struct acts part = { 1, heads * n, c->input + at, c->acts.b + at / 32 };
+    if (part.k % 32 == 0) c->k->quantise(&part, 0);
 }
 
 /* ---- matrix products --------------------------------------------------------------------------------------------- */
@@ -632,110 +644,153 @@ static int chunk_rows(const struct cpu *c, int64_t rows)
     return n < 32 ? 32 : n > 256 ? 256 : (int)n;
 }
 
-/* Outputs of up to three matrices with the same input, side by side in y[n][ld]. */
-static void product(struct cpu *c, const struct weight *w, int n_w, const struct acts *x, float *y, size_t ld,
+static int pieces_of(const struct cpu *c, const struct weight *w, int n)
+{
+    int64_t rows = 0;
+    int pieces = 0;
+    for (int i = 0; i < n; i++) rows += w[i].rows;
+    for (int i = 0, step = chunk_rows(c, rows); i < n; i++) pieces += (int)((w[i].rows + step - 1) / step);
+    return pieces;
+}
+
+/* Piece p of the outputs of n matrices with the same input, side by side in y[tokens][ld]. */
+static void product(struct cpu *c, const struct weight *w, int n, const struct acts *x, float *y, size_t ld, int p,
                     int thread)
 {
     int64_t rows = 0;
-    for (int i = 0; i < n_w; i++) rows += w[i].rows;
-    int step = chunk_rows(c, rows), pieces = 0;
-    for (int i = 0; i < n_w; i++) pieces += (int)((w[i].rows + step - 1) / step);
-    for (int p, end; team_take(c->team, pieces, 1, &p, &end); ) {
-        size_t column = 0;
-        int i = 0;
-        for (; p >= (w[i].rows + step - 1) / step; i++) {
-            p -= (int)((w[i].rows + step - 1) / step);
-            column += w[i].rows;
-        }
-        int64_t r0 = (int64_t)p * step, r1 = r0 + step < w[i].rows ? r0 + step : w[i].rows;
-        c->k->matmul(&w[i], r0, r1, x, 0, x->n, y + column + r0, ld, c->scratch[thread]);
+    for (int i = 0; i < n; i++) rows += w[i].rows;
+    int step = chunk_rows(c, rows), i = 0;
+    size_t column = 0;
+    for (; p >= (w[i].rows + step - 1) / step; i++) {
+        p -= (int)((w[i].rows + step - 1) / step);
+        column += w[i].rows;
+    }
+    int64_t r0 = (int64_t)p * step, r1 = r0 + step < w[i].rows ? r0 + step : w[i].rows;
+    c->k->matmul(&w[i], r0, r1, x, 0, x->n, y + column + r0, ld, c->scratch[thread]);
+}
+
+static int qkv_pieces(const struct cpu *c) { return pieces_of(c, c->layers[c->layer].qkv, 3); }
+static void qkv_piece(struct cpu *c, int p, int thread)
+{
+    struct acts x = inputs(c, c->batch->n_rows, c->m->n_embd);
+    product(c, c->layers[c->layer].qkv, 3, &x, c->qkv, qkv_width(c->m), p, thread);
+}
+
+static int out_pieces(const struct cpu *c) { return pieces_of(c, &c->layers[c->layer].o, 1); }
+static void out_piece(struct cpu *c, int p, int thread)
+{
+    struct acts x = inputs(c, c->batch->n_rows, c->m->n_head * c->m->head_v);
+    product(c, &c->layers[c->layer].o, 1, &x, c->proj, c->m->n_embd, p, thread);
+}
+
+static int down_pieces(const struct cpu *c) { return pieces_of(c, &c->layers[c->layer].down, 1); }
+static void down_piece(struct cpu *c, int p, int thread)
+{
+    product(c, &c->layers[c->layer].down, 1, &c->ffn, c->proj, c->m->n_embd, p, thread);
+}
+
+/* gate and up for the same rows, then the activation, then its blocks quantised. */
+static int glu_step(const struct cpu *c) { return chunk_rows(c, 2 * (int64_t)c->m->n_ff); }
+static int glu_pieces(const struct cpu *c) { return (c->m->n_ff + glu_step(c) - 1) / glu_step(c); }
+static void glu_piece(struct cpu *c, int p, int thread)
+{
+    const struct cpu_layer *l = &c->layers[c->layer];
+    struct acts x = inputs(c, c->batch->n_rows, c->m->n_embd);
+    int F = c->m->n_ff, r0 = p * glu_step(c), r1 = r0 + glu_step(c) < F ? r0 + glu_step(c) : F;
+    c->k->matmul(&l->gate, r0, r1, &x, 0, x.n, c->gate + r0, F, c->scratch[thread]);
+    c->k->matmul(&l->up, r0, r1, &x, 0, x.n, c->up + r0, F, c->scratch[thread]);
+    for (int t = 0; t < x.n; t++) {
+        float *g = c->gate + (size_t)t * F + r0;
+        size_t at = (size_t)t * F + r0;
+        c->k->glu(g, c->up + at, r1 - r0, c->m->act, g);
+        struct acts part = { 1, r1 - r0, g, c->ffn.b + at / 32 };
+        if (F % 32 == 0) c->k->quantise(&part, 0);
     }
 }
 
-/* gate and up for the same rows, then the activation, then its blocks quantised: one phase. */
-static void feed_forward(struct cpu *c, const struct cpu_layer *l, const struct acts *x, int thread)
+static int head_pieces(const struct cpu *c) { return c->n_wanted ? pieces_of(c, &c->out, 1) : 0; }
+static void head_piece(struct cpu *c, int p, int thread)
 {
-    int F = c->m->n_ff, step = chunk_rows(c, 2 * (int64_t)F);
-    for (int p, end; team_take(c->team, (F + step - 1) / step, 1, &p, &end); ) {
-        int r0 = p * step, r1 = r0 + step < F ? r0 + step : F;
-        c->k->matmul(&l->gate, r0, r1, x, 0, x->n, c->gate + r0, F, c->scratch[thread]);
-        c->k->matmul(&l->up, r0, r1, x, 0, x->n, c->up + r0, F, c->scratch[thread]);
-        for (int t = 0; t < x->n; t++) {
-            float *g = c->gate + (size_t)t * F + r0;
-            size_t at = (size_t)t * F + r0;
-            c->k->glu(g, c->up + at, r1 - r0, c->m->act, g);
-            struct acts part = { 1, r1 - r0, g, c->ffn.b + at / 32 };
-            if (F % 32 == 0) c->k->quantise(&part, 0);
-        }
-    }
-}
-
-static void head_logits(struct cpu *c, const struct acts *x, int thread)
-{
-    int V = c->m->n_vocab, step = chunk_rows(c, V);
-    for (int p, end; team_take(c->team, (V + step - 1) / step, 1, &p, &end); ) {
-        int r0 = p * step, r1 = r0 + step < V ? r0 + step : V;
-        c->k->matmul(&c->out, r0, r1, x, 0, x->n, c->logits + r0, V, c->scratch[thread]);
-        for (int t = 0; t < x->n; t++) {
-            float *y = c->logits + (size_t)t * V + r0;
-            if (c->out_bias) c->k->add(y, c->out_bias + r0, r1 - r0);
-            if (c->m->logit_cap > 0) c->k->soft_cap(y, r1 - r0, c->m->logit_cap);
-        }
+    struct acts x = inputs(c, c->n_wanted, c->m->n_embd);
+    int V = c->m->n_vocab, step = chunk_rows(c, V), r0 = p * step, r1 = r0 + step < V ? r0 + step : V;
+    product(c, &c->out, 1, &x, c->logits, V, p, thread);
+    for (int t = 0; t < x.n; t++) {
+        float *y = c->logits + (size_t)t * V + r0;
+        if (c->out_bias) c->k->add(y, c->out_bias + r0, r1 - r0);
+        if (c->m->logit_cap > 0) c->k->soft_cap(y, r1 - r0, c->m->logit_cap);
     }
 }
 
 /* ---- the forward pass -------------------------------------------------------------------------------------------- */
 
-/* Runs `call` for each row r: by every thread for itself when the batch is one token, else dealt out, then a
- * barrier. */
-#define EACH_ROW(count, call) \
-    do { \
-        int n_ = (count); \
-        if (c->alone) for (int r = 0; r < n_; r++) { call; } \
-        else { \
-            for (int r, end_; team_take(c->team, n_, 1, &r, &end_); ) { call; } \
-            team_barrier(c->team); \
-        } \
-    } while (0)
+static int rows_of(const struct cpu *c) { return c->batch->n_rows; }
+static int wanted_of(const struct cpu *c) { return c->n_wanted; }
 
-static void row_attention(struct cpu *c, const struct cpu_layer *l, struct desk *d, int r)
+static void start_piece(struct cpu *c, int r, int thread)
 {
-    int n = c->m->n_head * c->m->head_v;
-    float *out = d->norm + (size_t)r * n;
-    if (split_mode(c)) join_parts(c, l, r, out);
-    else memcpy(out, c->att + (size_t)r * n, sizeof(float) * n);
-    set_input(c, d, r, n);
+    (void)thread;
+    row_start(c, r);
 }
 
-static void forward_job(void *user, int thread)
+static void after_attention_piece(struct cpu *c, int r, int thread)
+{
+    const struct cpu_layer *l = &c->layers[c->layer];
+    (void)thread;
+    row_residual(c, r, l->o_bias, l->attn_post_norm, l->ffn_norm);
+}
+
+static void after_ffn_piece(struct cpu *c, int r, int thread)
+{
+    const struct cpu_layer *l = &c->layers[c->layer];
+    (void)thread;
+    row_residual(c, r, NULL, l->ffn_post_norm, c->layer + 1 < c->m->n_layer ? l[1].attn_norm : NULL);
+}
+
+static void last_norm_piece(struct cpu *c, int r, int thread)
+{
+    (void)thread;
+    norm_input(c, r, c->x + (size_t)c->wanted[r] * c->m->n_embd, c->out_norm);
+}
+
+/* The stages of a forward pass; those from LAYER_FIRST to LAYER_LAST are gone through for each layer. */
+enum { LAYER_FIRST = 1, LAYER_LAST = 10 };
+static const struct stage {
+    int (*pieces)(const struct cpu *c);            /* 0: left out */
+    void (*piece)(struct cpu *c, int i, int thread);
+} stages[] = {
+    { rows_of, start_piece },
+    { qkv_pieces, qkv_piece },
+    { append_pieces, append_piece },
+    { seal_pieces, seal_piece },
+    { attend_pieces, attend_piece },
+    { attended_pieces, attended_piece },
+    { out_pieces, out_piece },
+    { rows_of, after_attention_piece },
+    { glu_pieces, glu_piece },
+    { down_pieces, down_piece },
+    { rows_of, after_ffn_piece },
+    { wanted_of, last_norm_piece },
+    { head_pieces, head_piece },
+};
+enum { STAGES = sizeof stages / sizeof *stages };
+
+static int next_stage(void *user, int thread)
 {
     struct cpu *c = user;
-    const struct model *m = c->m;
-    struct desk *d = desk_of(c, thread);
-    int n = c->batch->n_rows;
-    struct acts normed = inputs(d, n, m->n_embd), attended = inputs(d, n, m->n_head * m->head_v);
-    EACH_ROW(n, row_start(c, d, r));
-    for (int i = 0; i < m->n_layer; i++) {
-        const struct cpu_layer *l = &c->layers[i];
-        product(c, l->qkv, 3, &normed, c->qkv, qkv_width(m), thread);
-        team_barrier(c->team);
-        attention(c, l, d, thread);
-        team_barrier(c->team);
-        EACH_ROW(n, row_attention(c, l, d, r));
-        product(c, &l->o, 1, &attended, c->proj, m->n_embd, thread);
-        team_barrier(c->team);
-        EACH_ROW(n, row_residual(c, d, r, l->o_bias, l->attn_post_norm, l->ffn_norm));
-        feed_forward(c, l, &normed, thread);
-        team_barrier(c->team);
-        product(c, &l->down, 1, &c->ffn, c->proj, m->n_embd, thread);
-        team_barrier(c->team);
-        const float *next = i + 1 < m->n_layer ? c->layers[i + 1].attn_norm : NULL;
-        EACH_ROW(n, row_residual(c, d, r, NULL, l->ffn_post_norm, next));
+    for (;;) {
+        if (c->stage == LAYER_LAST && c->layer + 1 < c->m->n_layer) c->layer++, c->stage = LAYER_FIRST;
+        else c->stage++;
+        if (c->stage == STAGES) return 0;
+        int n = stages[c->stage].pieces(c);
+        if (n > 1) return n;
+        if (n == 1) stages[c->stage].piece(c, 0, thread);
     }
-    if (c->n_wanted == 0) return;
-    EACH_ROW(c->n_wanted, norm_input(c, d, r, d->x + (size_t)c->wanted[r] * m->n_embd, c->out_norm));
-    struct acts last = inputs(d, c->n_wanted, m->n_embd);
-    head_logits(c, &last, thread);
+}
+
+static void stage_piece(void *user, int i, int thread)
+{
+    struct cpu *c = user;
+    stages[c->stage].piece(c, i, thread);
 }
 
 static bool forward(struct backend *b, const struct batch *batch, struct error *e)
@@ -746,7 +801,6 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     if (wanted > LOGIT_ROWS)
         return fail(e, GEN_RUN, "%d rows want logits, but a batch gives at most %d", wanted, LOGIT_ROWS);
     c->batch = batch;
-    c->alone = n == 1;
     c->n_tiles = c->n_wanted = 0;
     for (int r = 0; r < n; ) {
         int end = r + 1;
@@ -759,7 +813,9 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     c->ffn.n = n;
     c->ffn.k = c->m->n_ff;
     c->ffn.f = c->gate;
-    team_run(c->team, forward_job, c);
+    c->stage = -1;
+    c->layer = 0;
+    team_run(c->team, next_stage, stage_piece, c);
     return true;
 }
 
@@ -784,7 +840,6 @@ static void cpu_close(struct backend *b)
     free((void *)c->out_norm);
     free((void *)c->out_bias);
     free(c->layers);
-    free(c->own);
     free(c->scratch);
     release_bytes(c->arena, c->arena_bytes);
     release_bytes(c->weights, c->weights_bytes);
@@ -794,19 +849,20 @@ static void cpu_close(struct backend *b)
 static bool open_parts(struct cpu *c, const struct backend_options *o, struct error *e)
 {
     const struct model *m = c->m;
-    int threads = o->threads > 0 ? o->threads : cores_available();
+    int cores = cores_available(), threads = o->threads > 0 && o->threads < cores ? o->threads : cores;
     if (group_size(m) > ATTEND_ROWS)
         return fail(e, GEN_MODEL, "%s: %d query heads on one key/value head are not supported (at most %d)",
                     gguf_path(m->file), group_size(m), ATTEND_ROWS);
     c->k = kernels_choose(getenv("GEN_ISA"), e);
     if (!c->k || !team_open(&c->team, threads, e)) return false;
     c->layers = alloc_zeroed(m->n_layer, sizeof *c->layers, "the layers", e);
-    c->own = alloc_zeroed(threads, sizeof *c->own, "the threads' rows", e);
     c->scratch = alloc_zeroed(threads, sizeof *c->scratch, "the threads' scratch", e);
-    if (!c->layers || !c->own || !c->scratch || !load_vectors(c, e) || !load_weights(c, o->progress, e)) return false;
+    if (!c->layers || !c->scratch || !load_vectors(c, e) || !load_weights(c, o->progress, e)) return false;
     c->max_rows = o->max_rows;
     c->split_tokens = o->max_sequences < SPLIT_TOKENS ? (size_t)o->max_sequences : SPLIT_TOKENS;
     c->max_splits = (size_t)(o->max_seen / KV_SPLIT + 4);
+    size_t most = TEAM_PIECES / (c->max_splits * m->n_kv);
+    if (c->split_tokens > most) c->split_tokens = most;
     struct carver v = { NULL, 0 };
     carve_all(c, &v);
     c->arena_bytes = v.used;

@@ -12,6 +12,7 @@
 enum { ROUNDS = 3 };                   /* of each loop in one call of probe_measure */
 enum { PIECE = 1 << 20, STREAMS = 2 }; /* bytes that a thread takes at once, read in as many streams side by side */
 #define BUFFER ((size_t)256 << 20)
+enum { PIECES = BUFFER / PIECE };
 
 /* Does multiply-adds of bytes in registers, `rounds` times; returns how many of them one round has. */
 typedef int dot_loop(int64_t rounds);
@@ -97,10 +98,10 @@ static const struct { const char *isa; dot_loop *loop; } loops[] = {
 
 enum { DOT_ROUNDS = 1000000 };           /* a few milliseconds */
 
-static void dot_job(void *user, int thread)
+static void dot_piece(void *user, int piece, int thread)
 {
     struct probe *p = user;
-    (void)thread;
+    (void)piece, (void)thread;
     p->dots(DOT_ROUNDS);
 }
 
@@ -108,27 +109,24 @@ static void dot_job(void *user, int thread)
 
 typedef uint64_t words __attribute__((vector_size(16)));
 
-static void read_job(void *user, int thread)
+static void read_piece(void *user, int piece, int thread)
 {
     struct probe *p = user;
     words sum[STREAMS] = { { 0 } };
+    const words *at = (const words *)(p->buffer + (size_t)piece * PIECE);
+    enum { STEP = PIECE / STREAMS / sizeof(words) };
     (void)thread;
-    for (int piece, end; team_take(p->team, (int)(BUFFER / PIECE), 1, &piece, &end); ) {
-        const words *at = (const words *)(p->buffer + (size_t)piece * PIECE);
-        enum { STEP = PIECE / STREAMS / sizeof(words) };
-        for (size_t i = 0; i < STEP; i += 4)
-            for (int s = 0; s < STREAMS; s++)
-                for (int k = 0; k < 4; k++) sum[s] += at[s * STEP + i + k];
-    }
+    for (size_t i = 0; i < STEP; i += 4)
+        for (int s = 0; s < STREAMS; s++)
+            for (int k = 0; k < 4; k++) sum[s] += at[s * STEP + i + k];
     for (int s = 0; s < STREAMS; s++) OPAQUE(sum[s]);
 }
 
-static void touch_job(void *user, int thread)
+static void touch_piece(void *user, int piece, int thread)
 {
     struct probe *p = user;
     (void)thread;
-    for (int piece, end; team_take(p->team, (int)(BUFFER / PIECE), 1, &piece, &end); )
-        memset(p->buffer + (size_t)piece * PIECE, 1, PIECE);
+    memset(p->buffer + (size_t)piece * PIECE, 1, PIECE);
 }
 
 /* ---- both */
@@ -148,7 +146,7 @@ bool probe_open(struct probe **out, const char *isa, int threads, struct error *
     p->buffer = buffer;
     madvise(buffer, BUFFER, MADV_HUGEPAGE);
     if (!team_open(&p->team, threads, e)) return probe_close(p), false;
-    team_run(p->team, touch_job, p);
+    team_each(p->team, PIECES, touch_piece, p);
     *out = p;
     return true;
 }
@@ -166,9 +164,9 @@ struct limits probe_measure(struct probe *p)
     double dots = (double)p->dots(0) * DOT_ROUNDS * team_size(p->team);
     for (int i = 0; i < ROUNDS; i++) {
         double start = now_seconds();
-        team_run(p->team, read_job, p);
+        team_each(p->team, PIECES, read_piece, p);
         double middle = now_seconds();
-        team_run(p->team, dot_job, p);
+        team_each(p->team, team_size(p->team), dot_piece, p);
         double bytes = (double)BUFFER / (middle - start), rate = dots / (now_seconds() - middle);
         if (bytes > p->best.bytes) p->best.bytes = bytes;
         if (rate > p->best.multiply_adds) p->best.multiply_adds = rate;

@@ -1,4 +1,4 @@
-/* threads.h - a fixed team of worker threads that run one function together. */
+/* threads.h - a fixed team of worker threads that share work out, piece by piece. */
 #ifndef THREADS_H
 #define THREADS_H
 
@@ -6,20 +6,24 @@
 
 struct team;
 
-/* A job is called once per thread with its number, 0 (the caller's thread) to n-1. */
-typedef void (*team_job)(void *user, int thread);
+enum { TEAM_PIECES = 4000000 };        /* most pieces of a phase */
 
-/* n threads, the caller's included. Threads sleep when there is nothing to do for a while. */
+/* Work comes in phases, whose pieces, 0 to n-1, may be done by any thread in any order. `thread` is the thread's number,
+ * 0 the caller's. */
+typedef void team_piece(void *user, int piece, int thread);
+/* What follows a phase all of whose pieces are done: the number of pieces of the next one, 0 when the work is over.
+ * One thread calls it, and nothing else runs meanwhile. */
+typedef int team_next(void *user, int thread);
+
+/* n threads, the caller's included. Threads sleep when there is nothing to do for a while, and fewer than n take part
+ * while other programs hold the cores. */
 bool team_open(struct team **out, int n, struct error *e);
 void team_close(struct team *t);
 int team_size(const struct team *t);
-/* Runs job on every thread and returns when all have finished. */
-void team_run(struct team *t, team_job job, void *user);
-/* Inside a job: waits until every thread has come here. */
-void team_barrier(struct team *t);
-/* Inside a job, between two barriers: hands out the numbers 0..n-1 in pieces of `chunk`, each to one thread, until all
- * are taken. false: none is left. There is one counter, which the barrier sets back to 0. */
-bool team_take(struct team *t, int n, int chunk, int *begin, int *end);
+/* Goes through the phases that `next` opens, the first one included, and returns when it says 0. */
+void team_run(struct team *t, team_next *next, team_piece *piece, void *user);
+/* A single phase of n pieces. */
+void team_each(struct team *t, int n, team_piece *piece, void *user);
 
 /* Cores that this process may use: affinity mask and cgroup quota. */
 int cores_available(void);

@@ -224,21 +224,22 @@ def test_threads(report, gen, peer, name, model, o):
 
 def test_busy(report, gen, peer, name, model, o):
     """More threads than cores, and cores taken away: at most 1.3 times slower than the number of threads that fits."""
-    cores, words = os.cpu_count(), ["-tg", o.decode]
-    one, first = ("taskset", "-c", "0"), f"0-{cores - 1}"
-
-    def with_busy(threads):
-        with busy():
-            return gen.bench(model, *words, threads=threads)
-    against_itself(report, name, f"{2 * cores} threads on {cores} cores, {cores} threads",
-                   lambda: gen.bench(model, *words, threads=2 * cores, prefix=("taskset", "-c", first)),
-                   lambda: gen.bench(model, *words, threads=cores, prefix=("taskset", "-c", first)))
-    against_itself(report, name, "2 threads on 1 core, 1 thread",
-                   lambda: gen.bench(model, *words, threads=2, prefix=one),
-                   lambda: gen.bench(model, *words, threads=1, prefix=one))
-    if cores > 1:
-        against_itself(report, name, f"one core busy: {cores} threads, {cores - 1} threads", lambda: with_busy(cores),
-                       lambda: with_busy(cores - 1))
+    cores, one = os.cpu_count(), ("taskset", "-c", "0")
+    all_cores = ("taskset", "-c", f"0-{cores - 1}")
+    for words in ["-pp", 512], ["-tg", o.decode]:
+        def with_busy(threads):
+            with busy():
+                return gen.bench(model, *words, threads=threads)
+        what = " ".join(map(str, words))
+        against_itself(report, name, f"{what}: {2 * cores} threads on {cores} cores, {cores} threads",
+                       lambda: gen.bench(model, *words, threads=2 * cores, prefix=all_cores),
+                       lambda: gen.bench(model, *words, threads=cores, prefix=all_cores))
+        against_itself(report, name, f"{what}: 2 threads on 1 core, 1 thread",
+                       lambda: gen.bench(model, *words, threads=2, prefix=one),
+                       lambda: gen.bench(model, *words, threads=1, prefix=one))
+        if cores > 1:
+            against_itself(report, name, f"{what}: one core busy: {cores} threads, {cores - 1} threads",
+                           lambda: with_busy(cores), lambda: with_busy(cores - 1))
 
 
 TESTS = {name.removeprefix("test_"): call for name, call in list(globals().items()) if name.startswith("test_")}
