@@ -38,27 +38,41 @@ static const float *compute(struct answer *a, const struct ids *tokens, struct d
     return sequence_extend(s, batch, 1 + d->count, e) ? sequence_logits_at(s, pos) : NULL;
 }
 
-static bool loop(struct answer *a, struct ids *tokens, int64_t *used, struct error *e)
+static bool end(struct answer *a, const char *reason)
+{
+    a->done = true;
+    a->finish_reason = reason;
+    return true;
+}
+
+static bool reached(const struct answer *a) { return a->limit >= 0 && (int64_t)a->index >= a->limit; }
+
+bool answer_step(struct answer *a, struct ids *tokens, const float *logits, struct error *e)
 {
     bool stopped = false;
+    if (reached(a)) return end(a, "length");
+    int32_t id = sampler_pick(a->sampler, logits, tokens->len, tokens->data, tokens->len, e);
+    if (id < 0) return false;
+    if (!a->ignore_end && tokenizer_is_end(a->tokenizer, id)) return end(a, "stop");
+    if (!ids_add(tokens, id)) return fail(e, GEN_RUN, "cannot allocate memory for the generated tokens");
+    if (!a->take(a->user, id, a->index++, logits, &stopped, e)) return false;
+    if (stopped) return end(a, "stop");
+    if (reached(a)) return end(a, "length");
+    return (int64_t)tokens->len <= engine_ctx(a->engine) || end(a, "context");
+}
+
+static bool loop(struct answer *a, struct ids *tokens, int64_t *used, struct error *e)
+{
     struct draft draft = { 0 };
     const float *logits = sequence_logits(a->sequence);
-    for (size_t index = 0; a->limit < 0 || (int64_t)index < a->limit; index++) {
-        if (a->stop && *a->stop) return a->finish_reason = NULL, true;
-        if (index > 0) {               /* the token before this one takes the next position */
-            if ((int64_t)tokens->len > engine_ctx(a->engine)) return a->finish_reason = "context", true;
+    while (!a->done && !(a->stop && *a->stop)) {
+        if (a->index > 0) {            /* the token before this one takes the next position */
             if (!(logits = compute(a, tokens, &draft, e))) return false;
             a->steps++;
         }
         *used = (int64_t)tokens->len;
-        int32_t id = sampler_pick(a->sampler, logits, tokens->len, tokens->data, tokens->len, e);
-        if (id < 0) return false;
-        if (!a->ignore_end && tokenizer_is_end(a->tokenizer, id)) return a->finish_reason = "stop", true;
-        if (!ids_add(tokens, id)) return fail(e, GEN_RUN, "cannot allocate memory for the generated tokens");
-        if (!a->take(a->user, id, index, logits, &stopped, e)) return false;
-        if (stopped) return a->finish_reason = "stop", true;
+        if (!answer_step(a, tokens, logits, e)) return false;
     }
-    a->finish_reason = a->stop && *a->stop ? NULL : "length";
     return true;
 }
 

@@ -20,13 +20,19 @@ struct answer {
     bool (*take)(void *user, int32_t id, size_t index, const float *logits, bool *stopped, struct error *e);
     void *user;
     /* results */
-    const char *finish_reason;         /* "stop", "length", "context"; NULL = interrupted */
+    size_t index;                      /* tokens chosen so far, the one that ends the text not among them */
+    bool done;
+    const char *finish_reason;         /* "stop", "length", "context"; NULL = not done, or interrupted */
     int64_t steps;                     /* tokens that were computed */
 };
 
 /* Goes on from the sequence's logits and adds the tokens to `tokens`, which hold the sequence's; a token that ends the
  * text is not added. Does not allocate but where tokens->cap is passed. Errors: GEN_RUN, and those of `take`. */
 bool answer_run(struct answer *a, struct ids *tokens, struct error *e);
+/* One turn of that loop, for a caller who computes: chooses the token after `tokens` by the logits of their last one
+ * and adds it, unless it ends the text. a->done says whether the answer has ended; else the new token is to be computed
+ * next. Errors: as answer_run. */
+bool answer_step(struct answer *a, struct ids *tokens, const float *logits, struct error *e);
 /* Makes room for all the tokens that can come, so that the loop does not allocate. Errors: GEN_RUN for memory. */
 bool answer_reserve(const struct answer *a, struct ids *tokens, struct error *e);
 

@@ -1,58 +1,529 @@
-/* batch.c - the result object. */
+/* batch.c - the scheduler of a batch.
+ *
+ * Each answer owes the cache the rows between the length of its sequence and that of its tokens: many while its prompt
+ * is read, one while it is written, many again after its pages had to be given up. A step is one forward pass over
+ * rows of all answers that are under way: the one row of each that is being written, and as many others as keep the
+ * step short. */
 #include "batch.h"
 
+#include "answer.h"
 #include "json.h"
+#include "output.h"
+#include "result.h"
 
 #include <jansson.h>
 #include <math.h>
+#include <stdlib.h>
+#include <string.h>
 
-const char *kv_type_name(enum kv_type t)
+enum {
+    SHARE_FROM = KV_BLOCK,             /* tokens alike from which on a text is shared */
+    FEW_ROWS = 16,                     /* of prompts in a step beside others' tokens, at least */
+    MOST_BEHIND = 1024,                /* answers that may wait for the one whose turn it is to be written */
+    WAIT_MS = 200                      /* that a signal is noticed after, while no line comes */
+};
+/* A step with rows of prompts may take this many times as long as one without. The longest gap between two tokens is to
+ * stay below 3 of them. */
+static const double STRETCH = 2.2;
+
+enum state { WAITING, RUNNING, DONE };
+
+/* One answer: a sample of a line. */
+struct task {
+    struct task *next;                 /* in the order of the lines */
+    struct request *request;
+    int sample;
+    enum state state;
+    bool failed;
+    struct bytes record;               /* DONE: what is to be written */
+    /* from when it first runs until it is done */
+    bool begun;
+    struct sequence *sequence;         /* NULL: not yet, or its pages were given up */
+    struct ids tokens;                 /* prompt, then answer */
+    struct answer answer;
+    struct sampler *sampler;
+    struct stream *stream;
+    struct logprob_rows logprobs;
+    int64_t computed;                  /* length that the sequence has had already */
+    int64_t shared;                    /* tokens of the prompt that others had computed */
+    double since, first, last;         /* when it was begun, when its first and its last token came */
+};
+
+/* Durations of steps, sorted into bins 3 % wide from 10 microseconds on. */
+enum { BINS = 640 };
+struct histogram { int64_t bin[BINS], n; };
+
+/* What a step costs: seconds = base + row * rows, by least squares whose past fades. */
+struct cost { double n, rows, rows2, s, rows_s; };
+
+struct scheduler {
+    struct batch_options o;
+    struct batch_status *status;
+    struct task *first, **end;         /* answers that are not written yet */
+    int64_t behind;                    /* how many */
+    struct task *slots[LOGIT_ROWS];    /* the running ones, oldest first */
+    int n_slots;
+    struct request *current;           /* line whose samples are being made tasks */
+    int next_sample;
+    bool ended;                        /* no line is to come */
+    struct work work[LOGIT_ROWS];
+    struct task *owner[LOGIT_ROWS];    /* of each work */
+    int n_work;
+    struct cost cost;
+    struct histogram steps;
+    double begun, waste_sum;
+    int64_t n_steps;
+    bool seed_kept;
+};
+
+/* ---- time -------------------------------------------------------------------------------------------------------- */
+
+static void histogram_add(struct histogram *h, double seconds)
 {
-    static const char *const name[KV_TYPES] = { "f32", "f16", "bf16", "fp8", "int8", "int4" };
-    return name[t];
+    double bin = log(fmax(seconds, 1e-5) * 1e5) / log(1.03);
+    h->bin[bin < BINS ? (int)bin : BINS - 1]++;
+    h->n++;
 }
 
-/* OpenAI's shape: the token's text, its log-probability (-9999 where the probability is 0) and its bytes. */
-static json_t *json_logprob(const struct tokenizer *t, struct token_logprob p)
+static double histogram_median(const struct histogram *h)
 {
-    struct gguf_str piece = tokenizer_piece(t, p.id, true);
-    json_t *bytes = json_array();
-    for (size_t i = 0; i < piece.len; i++) json_array_append_new(bytes, json_integer((unsigned char)piece.ptr[i]));
-    return json_pack("{s:o, s:f, s:o}", "token", json_text(piece.ptr, piece.len),
-                     "logprob", isfinite(p.logprob) ? (double)p.logprob : -9999.0, "bytes", bytes);
+    int64_t below = 0;
+    int i = 0;
+    while (i < BINS - 1 && 2 * (below += h->bin[i]) < h->n) i++;
+    return h->n ? 1e-5 * pow(1.03, i + 0.5) : 0;
 }
 
-static json_t *json_logprobs(const struct result *r, const struct tokenizer *t)
+static void cost_add(struct cost *c, double rows, double s)
 {
-    json_t *content = json_array();
-    for (size_t i = 0; i < r->n_tokens; i++) {
-        const struct token_logprob *p = r->logprobs + i * (1 + (size_t)r->n_top);
-        json_t *entry = json_logprob(t, p[0]), *top = json_array();
-        for (int k = 1; k <= r->n_top; k++) json_array_append_new(top, json_logprob(t, p[k]));
-        json_object_set_new(entry, "top_logprobs", top);
-        json_array_append_new(content, entry);
+    const double fade = 0.97;
+    c->n = c->n * fade + 1;
+    c->rows = c->rows * fade + rows;
+    c->rows2 = c->rows2 * fade + rows * rows;
+    c->s = c->s * fade + s;
+    c->rows_s = c->rows_s * fade + rows * s;
+}
+
+/* Rows of prompts that may join `writing` rows of answers. */
+static int prompt_rows(const struct scheduler *b, int writing)
+{
+    const struct cost *c = &b->cost;
+    int most = engine_rows(b->o.engine) - writing;
+    double spread = c->n * c->rows2 - c->rows * c->rows;
+    if (!writing) return most;
+    double rows = 0;
+    if (c->n >= 3 && spread > 0) {
+        double row = (c->n * c->rows_s - c->rows * c->s) / spread, base = (c->s - row * c->rows) / c->n;
+        rows = row > 0 ? (STRETCH - 1) * (fmax(base, 0) + row * writing) / row : most;
     }
-    return json_pack("{s:o}", "content", content);
+    if (rows < FEW_ROWS) rows = FEW_ROWS;
+    return rows < most ? (int)rows : most;
 }
 
-/* Milliseconds, to the microsecond. */
+/* ---- answers ----------------------------------------------------------------------------------------------------- */
+
+static void task_rest(struct task *t)
+{
+    sequence_close(t->sequence);
+    sampler_close(t->sampler);
+    stream_close(t->stream);
+    free(t->logprobs.data);
+    ids_free(&t->tokens);
+    t->sequence = NULL;
+    t->sampler = NULL;
+    t->stream = NULL;
+    t->logprobs.data = NULL;
+}
+
+static void task_free(struct task *t)
+{
+    task_rest(t);
+    request_close(t->request);
+    bytes_free(&t->record);
+    free(t);
+}
+
 static double ms(double seconds) { return round(seconds * 1e6) / 1e3; }
 
-bool result_json(struct bytes *out, const struct result *r, const struct tokenizer *t, struct error *e)
+/* Makes the line of the output and lets go of all else. `why`: the answer failed. */
+static bool finish(struct scheduler *b, struct task *t, json_t *response, const struct error *why, struct error *e)
 {
-    json_t *tokens = json_array();
-    for (size_t i = 0; i < r->n_tokens; i++) json_array_append_new(tokens, json_integer(r->tokens[i]));
+    const struct request *r = t->request;
+    json_t *object = json_object();
+    if (r->custom_id) json_object_set(object, "custom_id", (json_t *)r->custom_id);
+    json_object_set_new(object, "key", json_string(r->key));
+    if (r->o.samples > 1) json_object_set_new(object, "sample", json_integer(t->sample));
+    if (why) response = json_pack("{s:I, s:s}", "line", (json_int_t)r->number, "message", why->text);
+    bool ok = json_object_set_new(object, why ? "error" : "response", response) == 0;
+    if (b->o.timings && t->begun) {
+        json_t *times = json_pack("{s:f, s:f, s:I}", "prefill_ms", ms(t->first - t->since), "decode_ms",
+                                  ms(t->last - t->first), "cached_tokens", (json_int_t)t->shared);
+        ok = json_object_set_new(object, "timings", times) == 0 && ok;
+    }
+    if (!ok) json_decref(object);
+    if (!json_line(&t->record, ok ? object : NULL, e)) return false;
+    task_rest(t);
+    t->state = DONE;
+    t->failed = why != NULL;
+    b->status->answered++;
+    b->status->failed += t->failed;
+    return true;
+}
+
+/* The answer is whole: `logits` are the last ones. */
+static bool succeed(struct scheduler *b, struct task *t, const float *logits, struct error *e)
+{
+    const struct request *r = t->request;
+    const struct tokenizer *tokenizer = b->o.context->tokenizer;
+    if (!stream_end(t->stream, e)) return false;
+    const struct bytes *text = stream_text(t->stream);
+    struct result result = {
+        .text = text->data ? text->data : "", .text_len = text->len, .tokens = t->tokens.data + r->prompt.len,
+        .n_tokens = t->tokens.len - r->prompt.len, .finish_reason = t->answer.finish_reason,
+        .prompt_tokens = (int64_t)r->prompt.len, .n_top = r->o.logprobs, .logprobs = t->logprobs.data,
+    };
+    size_t bytes = (size_t)engine_model(b->o.engine)->n_vocab * sizeof *logits;
+    sha256_hex(logits, bytes, result.logits_sha256);
+    return finish(b, t, result_response(&result, tokenizer), NULL, e);
+}
+
+static bool take(void *user, int32_t id, size_t index, const float *logits, bool *stopped, struct error *e)
+{
+    struct task *t = user;
+    return logprobs_keep(&t->logprobs, t->sampler, logits, id, index, e) && stream_add(t->stream, id, stopped, e);
+}
+
+/* Makes ready what an answer needs; what is wrong with its options is the line's fault (*why). */
+static bool begin(struct scheduler *b, struct task *t, struct error *why)
+{
+    struct request *r = t->request;
+    struct sampler_options so = r->o.sampling;
+    struct stream_options to = { .tokenizer = b->o.context->tokenizer, .stops = &r->o.stops, .at_start = r->at_start };
+    so.seed = (uint64_t)r->o.seed + (uint64_t)t->sample;
+    t->logprobs.n_top = r->o.logprobs;
+    if (!sampler_open(&t->sampler, &so, engine_model(b->o.engine)->n_vocab, why) || !stream_open(&t->stream, &to, why))
+        return false;
+    for (size_t i = 0; i < r->prompt.len; i++)
+        if (!ids_add(&t->tokens, r->prompt.data[i]))
+            return fail(why, GEN_RUN, "cannot allocate memory for the tokens of line %lld", (long long)r->number);
+    t->answer = (struct answer){ .engine = b->o.engine, .sampler = t->sampler, .tokenizer = to.tokenizer,
+                                 .limit = r->o.predict, .ignore_end = r->o.ignore_eos, .take = take, .user = t };
+    t->begun = true;
+    t->since = now_seconds();
+    b->status->prompt_tokens += (int64_t)r->prompt.len;
+    return true;
+}
+
+/* ---- the queue --------------------------------------------------------------------------------------------------- */
+
+static bool append(struct scheduler *b, struct request *r, int sample, struct error *e)
+{
+    struct task *t = alloc_zeroed(1, sizeof *t, "an answer", e);
+    if (!t) return false;
+    t->request = r;
+    t->sample = sample;
+    r->refs++;
+    *b->end = t;
+    b->end = &t->next;
+    b->behind++;
+    if (r->error.code) return finish(b, t, NULL, &r->error, e);
+    b->status->waiting++;
+    return true;
+}
+
+/* Makes a task of the next answer that is asked for; false also when none is known yet. */
+static bool next_task(struct scheduler *b, int wait_ms, bool *any, struct error *e)
+{
+    struct line line;
+    *any = false;
+    while (!b->current) {
+        enum feed_state state = feed_next(b->o.feed, wait_ms, &line, e);
+        b->status->share = feed_share(b->o.feed);
+        if (state == FEED_END) b->ended = true;
+        if (state == FEED_FAILED) return false;
+        if (state != FEED_LINE) return true;
+        if (line.data && !b->o.context->plain && strspn(line.data, " \t\r") >= line.len) continue;
+        if (!request_make(&b->current, b->o.context, &line, e)) return false;
+        b->next_sample = 0;
+    }
+    struct request *r = b->current;
+    int sample = b->next_sample++;
+    if (b->next_sample >= (r->error.code ? 1 : r->o.samples)) b->current = NULL;
+    bool known = journal_take(b->o.journal, r->key, sample);
+    b->status->known += known;
+    *any = true;
+    bool ok = known || append(b, r, sample, e);
+    if (!b->current) request_close(r);
+    return ok;
+}
+
+/* Reads lines ahead, only as many as are soon wanted: waits for them only when there is nothing else to do. */
+static bool fill_queue(struct scheduler *b, struct error *e)
+{
+    bool any = true;
+    int free_slots = b->o.parallel - b->n_slots;
+    while (any && !b->ended && !*b->o.stop && b->status->waiting < free_slots + 1 && b->behind < MOST_BEHIND) {
+        bool idle = !b->n_slots && !b->status->waiting && (!b->first || b->first->state != DONE);
+        if (!next_task(b, idle ? WAIT_MS : 0, &any, e)) return false;
+    }
+    return true;
+}
+
+/* Writes what is done: in the order of the lines, or all of it. */
+static bool write_answers(struct scheduler *b, struct error *e)
+{
+    for (struct task **at = &b->first, *t; (t = *at);) {
+        if (t->state != DONE) {
+            if (!b->o.unordered) break;
+            at = &t->next;
+            continue;
+        }
+        struct bytes line = t->record;
+        if (b->o.drawn_seed >= 0 && !b->seed_kept) {
+            line = (struct bytes){ 0 };
+            if (!bytes_printf(&line, "{\"seed\":%lld,", (long long)b->o.drawn_seed) ||
+                !bytes_add(&line, t->record.data + 1, t->record.len - 1))
+                return fail(e, GEN_RUN, "cannot allocate memory for an answer");
+        }
+        bool ok = journal_write(b->o.journal, line.data, line.len, e);
+        if (line.data != t->record.data) bytes_free(&line);
+        if (!ok) return false;
+        b->seed_kept = true;
+        *at = t->next;
+        if (b->end == &t->next) b->end = at;
+        b->behind--;
+        task_free(t);
+    }
+    return true;
+}
+
+/* ---- running ----------------------------------------------------------------------------------------------------- */
+
+/* Tokens that the text of `t`, all but the last, has in common with that of `other` from the start. */
+static int64_t alike(const struct task *t, const struct task *other)
+{
+    int64_t n = (int64_t)t->tokens.len - 1, m = (int64_t)other->tokens.len, i = 0;
+    while (i < n && i < m && t->tokens.data[i] == other->tokens.data[i]) i++;
+    return i;
+}
+
+/* Gives a task its sequence: a fork of the one that has the longest beginning in common, once that one has computed it;
+ * until then the task waits. */
+static bool join(struct scheduler *b, struct task *t, struct error *e)
+{
+    struct task *best = NULL;
+    int64_t most = SHARE_FROM - 1;
+    for (int i = 0; i < b->n_slots; i++) {
+        struct task *other = b->slots[i];
+        int64_t n = other->sequence ? alike(t, other) : 0;
+        if (n > most) best = other, most = n;
+    }
+    if (best && sequence_length(best->sequence) < most) return true;
+    if (!(best ? sequence_fork(&t->sequence, best->sequence, e) : sequence_open(&t->sequence, b->o.engine, e)))
+        return false;
+    if (best) t->shared = sequence_cut(t->sequence, most);
+    if (t->computed < t->shared) t->computed = t->shared;
+    return true;
+}
+
+/* Takes waiting tasks into the free slots, in the order of their lines. */
+static bool admit(struct scheduler *b, struct error *e)
+{
+    struct error why;
+    for (struct task *t = b->first; t && b->status->waiting && b->n_slots < b->o.parallel; t = t->next) {
+        if (t->state != WAITING || (*b->o.stop && !t->begun)) continue;
+        b->status->waiting--;
+        if (!t->begun && !begin(b, t, &why)) {
+            if (!finish(b, t, NULL, &why, e)) return false;
+            continue;
+        }
+        t->state = RUNNING;
+        b->slots[b->n_slots++] = t;
+    }
+    for (int i = 0; i < b->n_slots; i++)
+        if (!b->slots[i]->sequence && !join(b, b->slots[i], e)) return false;
+    b->status->running = b->n_slots;
+    return true;
+}
+
+static int64_t owed(const struct task *t)
+{
+    return t->sequence ? (int64_t)t->tokens.len - sequence_length(t->sequence) : 0;
+}
+
+static void add_work(struct scheduler *b, struct task *t, int rows)
+{
+    const int32_t *tokens = t->tokens.data + sequence_length(t->sequence);
+    b->work[b->n_work] = (struct work){ t->sequence, tokens, rows, rows == owed(t) };
+    b->owner[b->n_work++] = t;
+}
+
+/* Chooses the rows of the next forward pass. Returns those of prompts. */
+static int compose(struct scheduler *b)
+{
+    int rows = 0;
+    b->n_work = 0;
+    for (int i = 0; i < b->n_slots; i++)
+        if (owed(b->slots[i]) == 1) add_work(b, b->slots[i], 1);
+    int left = prompt_rows(b, b->n_work);
+    for (int i = 0; i < b->n_slots && left > rows; i++) {
+        int64_t n = owed(b->slots[i]);
+        if (n <= 1) continue;
+        add_work(b, b->slots[i], n < left - rows ? (int)n : left - rows);
+        rows += b->work[b->n_work - 1].n;
+    }
+    return rows;
+}
+
+static void leave(struct scheduler *b, struct task *t)
+{
+    int i = 0;
+    while (b->slots[i] != t) i++;
+    memmove(b->slots + i, b->slots + i + 1, (size_t)(--b->n_slots - i) * sizeof *b->slots);
+}
+
+/* Takes the next token of an answer. */
+static bool advance(struct scheduler *b, struct task *t, double now, struct error *e)
+{
+    struct error why;
+    const float *logits = sequence_logits(t->sequence);
+    size_t before = t->answer.index;
+    bool ok = answer_step(&t->answer, &t->tokens, logits, &why);
+    b->status->generated += (int64_t)(t->answer.index - before);
+    if (!t->first) t->first = now;
+    else if (now - t->last > b->status->longest_gap) b->status->longest_gap = now - t->last;
+    t->last = now;
+    if (ok && !t->answer.done) return true;
+    leave(b, t);
+    return ok ? succeed(b, t, logits, e) : finish(b, t, NULL, &why, e);
+}
+
+/* Counts the rows of a pass. */
+static void count(struct scheduler *b)
+{
+    for (int i = 0; i < b->n_work; i++) {
+        struct task *t = b->owner[i];
+        int64_t length = sequence_length(t->sequence), first = length - b->work[i].n;
+        int64_t prompt = (int64_t)t->request->prompt.len;
+        int64_t again = (t->computed < length ? t->computed : length) - first;
+        if (again > 0) b->status->repeated += again;
+        if (first < t->computed) first = t->computed;
+        if (first < prompt && length > first) b->status->prefilled += (length < prompt ? length : prompt) - first;
+        if (t->computed < length) t->computed = length;
+    }
+}
+
+static bool step(struct scheduler *b, struct error *e)
+{
+    int prompts = compose(b);
+    double start = now_seconds();
+    if (!engine_forward(b->o.engine, b->work, b->n_work, e)) return false;
+    count(b);
+    double now = now_seconds();
+    int n = b->n_work;
+    for (int i = 0; i < n; i++)
+        if (b->work[i].want && !advance(b, b->owner[i], now, e)) return false;
+    cost_add(&b->cost, prompts + n, now - start);
+    histogram_add(&b->steps, now - start);
+    return true;
+}
+
+static void measure(struct scheduler *b)
+{
+    struct batch_status *s = b->status;
+    const struct options *o = b->o.context->options;
+    int64_t page = o->layout == KV_PAGED ? o->page_size : engine_ctx(b->o.engine), places = 0, held = 0;
+    for (int i = 0; i < b->n_slots; i++) {
+        int64_t n = b->slots[i]->sequence ? sequence_length(b->slots[i]->sequence) : 0;
+        places += (n + page - 1) / page * page;
+        held += n;
+    }
+    if (places) b->waste_sum += 1 - (double)held / (double)places, b->n_steps++;
+    s->waste = b->n_steps ? b->waste_sum / (double)b->n_steps : 0;
+    s->kv = engine_kv_usage(b->o.engine);
+    if (s->kv.pages > s->most_pages) s->most_pages = s->kv.pages;
+    s->seconds = now_seconds() - b->begun;
+    s->median_step = histogram_median(&b->steps);
+    s->running = b->n_slots;
+    b->o.report(b->o.user, s);
+}
+
+static bool run(struct scheduler *b, struct error *e)
+{
+    for (;;) {
+        if (!fill_queue(b, e) || !admit(b, e)) return false;
+        if (!write_answers(b, e)) return false;
+        measure(b);
+        if (b->n_slots) {
+            if (!step(b, e)) return false;
+        } else if (*b->o.stop || (b->ended && !b->status->waiting)) {
+            return write_answers(b, e);
+        }
+    }
+}
+
+bool batch_run(const struct batch_options *o, struct batch_status *status, struct error *e)
+{
+    struct scheduler *b = alloc_zeroed(1, sizeof *b, "the batch", e);
+    *status = (struct batch_status){ .share = -1 };
+    if (!b) return false;
+    b->o = *o;
+    b->status = status;
+    b->end = &b->first;
+    b->begun = now_seconds();
+    bool ok = run(b, e);
+    for (struct task *t = b->first, *next; t; t = next) {
+        next = t->next;
+        task_free(t);
+    }
+    request_close(b->current);
+    free(b);
+    return ok;
+}
+
+/* ---- telling ----------------------------------------------------------------------------------------------------- */
+
+static double rate(const struct batch_status *s) { return s->seconds > 0 ? (double)s->generated / s->seconds : 0; }
+
+/* Seconds left by the share of the input that is read; negative = unknown. */
+static double time_left(const struct batch_status *s)
+{
+    return s->share > 0 ? s->seconds * (1 - s->share) / s->share : -1;
+}
+
+static bool describe_json(struct bytes *out, const struct batch_status *s, bool last, struct error *e)
+{
     json_t *object = json_pack(
-        "{s:o, s:o, s:s?, s:{s:I, s:I, s:I}, s:{s:f, s:f, s:f}, s:{s:s, s:s, s:s, s:I, s:I, s:i, s:I}, s:I, s:s?}",
-        "text", json_text(r->text, r->text_len), "tokens", tokens, "finish_reason", r->finish_reason,
-        "usage", "prompt_tokens", (json_int_t)r->prompt_tokens, "cached_tokens", (json_int_t)r->cached_tokens,
-        "completion_tokens", (json_int_t)r->n_tokens,
-        "timings", "load_ms", ms(r->load_s), "prefill_ms", ms(r->prefill_s), "decode_ms", ms(r->decode_s),
-        "kv", "layout", r->layout == KV_PAGED ? "paged" : "contiguous", "type_k", kv_type_name(r->type_k),
-        "type_v", kv_type_name(r->type_v), "bytes_used", (json_int_t)r->kv.bytes_used,
-        "bytes_reserved", (json_int_t)r->kv.bytes_reserved, "pages", r->kv.pages,
-        "evicted_tokens", (json_int_t)r->evicted_tokens,
-        "seed", (json_int_t)r->seed, "logits_sha256", r->logits_sha256[0] ? r->logits_sha256 : NULL);
-    if (object && r->n_top >= 0) json_object_set_new(object, "logprobs", json_logprobs(r, t));
+        "{s:b, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f, s:I, s:f, s:f, s:i, s:i, s:f}",
+        "done", last, "answers", (json_int_t)s->answered, "failed", (json_int_t)s->failed,
+        "known", (json_int_t)s->known, "running", (json_int_t)s->running, "waiting", (json_int_t)s->waiting,
+        "seconds", ms(s->seconds) / 1e3, "prompt_tokens", (json_int_t)s->prompt_tokens,
+        "prefilled_tokens", (json_int_t)s->prefilled, "repeated_tokens", (json_int_t)s->repeated,
+        "completion_tokens", (json_int_t)s->generated, "tokens_per_s", ms(rate(s)) / 1e3,
+        "given_up", (json_int_t)s->given_up, "longest_gap_ms", ms(s->longest_gap),
+        "median_step_ms", ms(s->median_step), "pages", s->kv.pages, "most_pages", s->most_pages, "waste", s->waste);
+    if (object && time_left(s) >= 0) json_object_set_new(object, "seconds_left", json_real(ms(time_left(s)) / 1e3));
     return json_line(out, object, e);
+}
+
+bool batch_describe(struct bytes *out, const struct batch_status *s, bool json, bool last, struct error *e)
+{
+    if (json) return describe_json(out, s, last, e);
+    bool ok = bytes_printf(out, "%lld answers", (long long)s->answered);
+    if (s->failed) ok = ok && bytes_printf(out, ", %lld failed", (long long)s->failed);
+    if (s->known) ok = ok && bytes_printf(out, ", %lld known", (long long)s->known);
+    ok = ok && bytes_printf(out, ", %.1f t/s", rate(s));
+    if (!last) {
+        double left = time_left(s);
+        ok = ok && bytes_printf(out, ", %lld running, %d pages", (long long)s->running, s->kv.pages);
+        if (left >= 0) ok = ok && bytes_printf(out, ", %lld:%02d left", (long long)left / 60, (int)left % 60);
+    } else {
+        ok = ok && bytes_printf(out, ": prompts %lld tokens, %lld of them computed; generated %lld tokens in %.1f s; "
+                                "longest gap %.1f ms, median step %.1f ms; %d pages at most, %.0f %% of their places "
+                                "unused", (long long)s->prompt_tokens, (long long)s->prefilled,
+                                (long long)s->generated, s->seconds, s->longest_gap * 1e3, s->median_step * 1e3,
+                                s->most_pages, s->waste * 100);
+        if (s->given_up) ok = ok && bytes_printf(out, "; pages given up %lld times, %lld rows computed again",
+                                                 (long long)s->given_up, (long long)s->repeated);
+    }
+    return ok || fail(e, GEN_RUN, "cannot allocate memory for the progress line");
 }

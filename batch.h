@@ -1,32 +1,48 @@
-/* batch.h - the result of one run as a JSON object. */
+/* batch.h - many prompts at once: sequences join and leave the computation at every step (continuous batching: Yu et
+ * al. 2022, "Orca"), in pages that they share where their texts begin alike. */
 #ifndef BATCH_H
 #define BATCH_H
 
 #include "engine.h"
-#include "sampler.h"
-#include "tokenizer.h"
+#include "journal.h"
+#include "jsonl.h"
 
-struct result {
-    const char *text;                  /* UTF-8, text_len bytes */
-    size_t text_len;
-    const int32_t *tokens;             /* [n_tokens] generated ids; the token that ended the text is not among them */
-    size_t n_tokens;
-    const char *finish_reason;         /* "stop", "length", "context"; NULL = interrupted */
-    int64_t prompt_tokens, cached_tokens, evicted_tokens;
-    double load_s, prefill_s, decode_s;
-    enum kv_layout layout;
-    enum kv_type type_k, type_v;
+/* How far a run is, and what it took. */
+struct batch_status {
+    int64_t answered, failed;          /* answers of this run; failed ones are counted in both */
+    int64_t known;                     /* answered by the run that this one resumes */
+    int64_t waiting, running;
+    int64_t prompt_tokens;             /* of the prompts of the answers begun */
+    int64_t prefilled;                 /* of these, computed; the others were shared */
+    int64_t repeated;                  /* rows computed again after their sequence had to give its pages up */
+    int64_t generated;
+    int64_t given_up;                  /* times that a sequence had to */
+    double seconds;
+    double share;                      /* of the input read, 0 to 1; negative = unknown */
+    double longest_gap, median_step;   /* seconds between two tokens of a sequence, and of all steps */
     struct kv_usage kv;
-    int64_t seed;
-    char logits_sha256[65];            /* of the last step's logits: little-endian float32 bytes; "" = none */
-    int n_top;                         /* alternatives told for each token; -1 = no log-probabilities */
-    const struct token_logprob *logprobs;       /* [n_tokens][1 + n_top]: the token itself, then the best, falling */
+    int most_pages;                    /* in use at once */
+    double waste;                      /* share of the places in used pages that hold no token, mean over the steps */
 };
 
-/* Appends the object of cli.md on one line, with a line end. Errors: GEN_RUN for memory. */
-bool result_json(struct bytes *out, const struct result *r, const struct tokenizer *t, struct error *e);
+struct batch_options {
+    struct engine *engine;             /* opened for `parallel` sequences */
+    struct feed *feed;
+    struct journal *journal;
+    struct request_context *context;
+    int parallel;                      /* sequences at once, <= LOGIT_ROWS */
+    bool unordered, timings;
+    int64_t drawn_seed;                /* to be kept in the first answer; -1 = none */
+    const volatile int *stop;          /* non-zero: what was begun is finished, and no more */
+    void (*report)(void *user, const struct batch_status *s);      /* called between steps */
+    void *user;
+};
 
-/* "f32", "f16", ... */
-const char *kv_type_name(enum kv_type t);
+/* Answers every line of the feed. *status holds the totals, also after an error. A line that cannot be answered gets an
+ * answer that says so. Errors: GEN_RUN, those of the feed and of the journal. */
+bool batch_run(const struct batch_options *o, struct batch_status *status, struct error *e);
+
+/* Appends the status as one line of text or as one JSON object; `last`: the run is over. Errors: GEN_RUN. */
+bool batch_describe(struct bytes *out, const struct batch_status *s, bool json, bool last, struct error *e);
 
 #endif

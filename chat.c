@@ -111,24 +111,28 @@ void chat_close(struct chat *c)
 
 /* ---- messages ---------------------------------------------------------------------------------------------------- */
 
+bool chat_check_messages(const json_t *value, struct error *e)
+{
+    json_t *message;
+    size_t i;
+    if (!json_is_array(value) || json_array_size(value) == 0)
+        return fail(e, GEN_USAGE, "the messages are no JSON array of objects with \"role\" and \"content\"");
+    json_array_foreach(value, i, message)
+        if (!json_is_string(json_object_get(message, "role")) || !json_is_string(json_object_get(message, "content")))
+            return fail(e, GEN_USAGE, "message %zu is no object whose \"role\" and \"content\" are strings", i + 1);
+    return true;
+}
+
 bool chat_read_messages(struct json_t **out, const char *text, size_t n, struct error *e)
 {
     json_error_t why;
-    json_t *list = json_loadb(text, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &why), *message;
-    size_t i;
+    json_t *list = json_loadb(text, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &why);
     *out = NULL;
     if (!list)
         return fail(e, GEN_USAGE, "the messages are no JSON, line %d column %d: %s", why.line, why.column, why.text);
-    bool ok = json_is_array(list) && json_array_size(list) > 0;
-    if (!ok) fail(e, GEN_USAGE, "the messages are no JSON array of objects with \"role\" and \"content\"");
-    json_array_foreach(list, i, message) {
-        if (!ok) break;
-        ok = json_is_string(json_object_get(message, "role")) && json_is_string(json_object_get(message, "content"));
-        if (!ok) fail(e, GEN_USAGE, "message %zu is no object whose \"role\" and \"content\" are strings", i + 1);
-    }
-    if (ok) *out = list;
-    else json_decref(list);
-    return ok;
+    if (chat_check_messages(list, e)) return *out = list, true;
+    json_decref(list);
+    return false;
 }
 
 void chat_free_messages(struct json_t *messages) { json_decref(messages); }

@@ -22,6 +22,8 @@ bool chat_model_template(const struct gguf *g, struct gguf_str *source, struct e
  * template as they are. Errors: GEN_USAGE with the place of what is wrong. */
 bool chat_read_messages(struct json_t **out, const char *text, size_t n, struct error *e);
 void chat_free_messages(struct json_t *messages);
+/* Is the value such an array? Errors: GEN_USAGE, the same. */
+bool chat_check_messages(const struct json_t *value, struct error *e);
 
 struct chat;                           /* a template ready for use with one model; immutable */
 

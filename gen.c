@@ -14,6 +14,7 @@
 #include "options.h"
 #include "output.h"
 #include "memory.h"
+#include "result.h"
 #include "sampler.h"
 #include "tokenizer.h"
 #include "usage.h"
@@ -49,8 +50,7 @@ struct program {
     struct bytes prompt;
     struct ids tokens;                 /* prompt, then answer */
     size_t n_prompt;
-    struct token_logprob *logprobs;    /* [generated][1 + o.logprobs] */
-    size_t logprobs_cap;
+    struct logprob_rows logprobs;      /* of the generated tokens */
     struct result result;
     int64_t steps;                     /* decode steps */
     double begun;                      /* when the program started */
@@ -242,13 +242,18 @@ static bool add_messages(struct program *p, struct error *e)
     return conversation_set_system(p->conversation, p->o.system, strlen(p->o.system), e);
 }
 
+/* Opens the chat; *source becomes its template's. */
+static bool open_template(struct program *p, struct bytes *source, struct error *e)
+{
+    if (!find_template(p, source, e)) return false;
+    struct chat_options co = { source->data ? source->data : "", source->len, p->o.no_think, time(NULL) };
+    return chat_open(&p->chat, p->tokenizer, &co, e);
+}
+
 static bool open_chat(struct program *p, struct error *e)
 {
     struct bytes source = { 0 };
-    bool ok = find_template(p, &source, e);
-    struct chat_options co = { source.data ? source.data : "", source.len, p->o.no_think, time(NULL) };
-    ok = ok && chat_open(&p->chat, p->tokenizer, &co, e) && conversation_open(&p->conversation, p->chat, e)
-      && add_messages(p, e);
+    bool ok = open_template(p, &source, e) && conversation_open(&p->conversation, p->chat, e) && add_messages(p, e);
     bytes_free(&source);
     return ok;
 }
@@ -297,7 +302,8 @@ static bool make_prompt(struct program *p, struct error *e)
 static struct engine_options engine_options(const struct program *p, int64_t ctx)
 {
     return (struct engine_options){
-        .ctx = ctx, .batch = p->o.batch, .threads = p->o.threads, .max_sequences = 1, .layout = p->o.layout,
+        .ctx = ctx, .batch = p->o.batch, .threads = p->o.threads,
+        .max_sequences = p->o.mode == MODE_BATCH ? p->o.parallel : 1, .layout = p->o.layout,
         .page_size = p->o.page_size, .type_k = p->o.type_k, .type_v = p->o.type_v, .window = p->o.window,
         .sinks = p->o.sinks, .cache = !p->o.no_kv_cache,
         .progress = progress,
@@ -388,23 +394,6 @@ static bool show_prompt_before_answer(const struct program *p, struct error *e)
     return ok;
 }
 
-/* Keeps the log-probabilities of the token that was just chosen. */
-static bool keep_logprobs(struct program *p, const float *logits, int32_t id, size_t index, struct error *e)
-{
-    size_t n = (size_t)p->o.logprobs, width = n + 1;
-    if (index >= p->logprobs_cap) {
-        size_t cap = p->logprobs_cap ? p->logprobs_cap * 2 : 64, bytes;
-        struct token_logprob *grown = size_mul(cap, width * sizeof *grown, &bytes) ? realloc(p->logprobs, bytes) : NULL;
-        if (!grown) return fail(e, GEN_RUN, "cannot allocate memory for the log-probabilities");
-        p->logprobs = grown;
-        p->logprobs_cap = cap;
-    }
-    struct token_logprob *row = p->logprobs + index * width;
-    row[0].id = id;
-    sampler_logprobs(p->sampler, logits, id, &row[0].logprob, row + 1, (int)n);
-    return true;
-}
-
 static bool choose_seed(struct program *p, struct error *e)
 {
     struct options *o = &p->o;
@@ -424,6 +413,7 @@ static bool prepare(struct program *p, struct error *e)
 {
     struct options *o = &p->o;
     if (!choose_seed(p, e)) return false;
+    p->logprobs.n_top = o->logprobs;
     bool terminal = isatty(STDOUT_FILENO);
     struct stream_options so = { .tokenizer = p->tokenizer, .stops = &o->stops, .at_start = p->prompt.len == 0,
                                  .print = !o->json, .visible = terminal };
@@ -434,7 +424,7 @@ static bool prepare(struct program *p, struct error *e)
 static bool take(void *user, int32_t id, size_t index, const float *logits, bool *stopped, struct error *e)
 {
     struct program *p = user;
-    return (p->o.logprobs < 0 || keep_logprobs(p, logits, id, index, e)) && stream_add(p->stream, id, stopped, e);
+    return logprobs_keep(&p->logprobs, p->sampler, logits, id, index, e) && stream_add(p->stream, id, stopped, e);
 }
 
 static bool decode(struct program *p, struct error *e)
@@ -486,7 +476,7 @@ static bool print_json(struct program *p, struct error *e)
     r->evicted_tokens = sequence_evicted(p->sequence);
     r->seed = p->o.seed;
     r->n_top = p->o.logprobs;
-    r->logprobs = p->logprobs;
+    r->logprobs = p->logprobs.data;
     if (logits) sha256_hex(logits, (size_t)p->model->n_vocab * sizeof *logits, r->logits_sha256);
     bool ok = result_json(&out, r, p->tokenizer, e) && output_write(out.data, out.len, e);
     bytes_free(&out);
@@ -546,6 +536,103 @@ static bool run_generate(struct program *p, struct error *e)
     if (!generate(p, e) || (p->o.json && !print_json(p, e))) return false;
     print_summary(p);
     return true;
+}
+
+/* ---- batches ---------------------------------------------------------------------------------------------------- */
+
+/* Where the progress of a batch goes. */
+struct reporter { bool json, line; double last; };
+
+static void print_status(const struct batch_status *s, bool json, bool last, const char *before, const char *after)
+{
+    struct bytes text = { 0 };
+    struct error e;
+    if (batch_describe(&text, s, json, last, &e)) fprintf(stderr, "%s%s%s", before, text.data, after);
+    bytes_free(&text);
+}
+
+static void report_batch(void *user, const struct batch_status *s)
+{
+    struct reporter *r = user;
+    double now = now_seconds();
+    if (!(r->json || r->line) || now - r->last < (r->json ? 1 : 0.2)) return;
+    r->last = now;
+    if (r->json) print_status(s, true, false, "", "");
+    else print_status(s, false, false, "\r", "\033[K");
+    bar.shown = r->line;
+}
+
+/* The seed of a batch: given, that of the run which is gone on with, or drawn, and then *drawn. */
+static bool choose_batch_seed(struct program *p, const struct journal *j, int64_t *drawn, struct error *e)
+{
+    bool random = p->o.seed < 0;
+    int64_t known = journal_seed(j);
+    if (random && known >= 0) p->o.seed = known;
+    if (!choose_seed(p, e)) return false;
+    *drawn = random && known < 0 ? p->o.seed : -1;
+    return true;
+}
+
+static bool answer_lines(struct program *p, struct batch_options *bo, struct error *e)
+{
+    const struct options *o = &p->o;
+    struct batch_status s;
+    struct reporter r = { .json = o->report == PROGRESS_JSON,
+                          .line = o->report == PROGRESS_AUTO && !o->quiet && isatty(STDERR_FILENO) };
+    bo->report = report_batch;
+    bo->user = &r;
+    bool ok = batch_run(bo, &s, e);
+    int64_t other = journal_answers(bo->journal) - s.known;
+    if (bar.shown) fputs("\r\033[K", stderr);
+    bar.shown = false;
+    if (r.json) print_status(&s, true, true, "", "");
+    else if (!o->quiet) print_status(&s, false, true, "gen: ", "\n");
+    if (ok && !stop_now && other)
+        note(p, "%lld answers in %s belong to other lines, options or models", (long long)other, o->output);
+    if (!ok || stop_now || (!s.failed && !journal_errors(bo->journal))) return ok;
+    return fail(e, GEN_RUN, "%lld lines have no answer: see \"error\" in %s",
+                (long long)(s.failed + journal_errors(bo->journal)), o->output ? o->output : "the output");
+}
+
+static bool open_batch(struct program *p, struct request_context *c, struct error *no_chat, struct error *e)
+{
+    const struct options *o = &p->o;
+    struct bytes source = { 0 };
+    int64_t ctx;
+    size_t name = strlen(o->lines);
+    if (!open_tokenizer(p, e)) return false;
+    bool chats = options_chat(o), ok = open_template(p, &source, no_chat) || !chats || (*e = *no_chat, false);
+    ok = ok && open_model(p, o->ctx, e) && choose_context(p, o->ctx, &ctx, e)
+      && request_base(c->base, o, source.data ? source.data : "", source.len, p->model->file, e)
+      && open_engine(p, ctx, e);
+    bytes_free(&source);
+    c->options = o;
+    c->tokenizer = p->tokenizer;
+    c->chat = p->chat;
+    c->no_chat = no_chat;
+    c->chats = chats;
+    c->plain = name >= 4 && strcmp(o->lines + name - 4, ".txt") == 0;
+    c->ctx = ok ? engine_ctx(p->engine) : 0;
+    return ok;
+}
+
+static bool run_batch(struct program *p, struct error *e)
+{
+    const struct options *o = &p->o;
+    struct error no_chat;
+    struct request_context context = { 0 };
+    struct batch_options bo = { .context = &context, .parallel = o->parallel, .unordered = o->unordered,
+                                .timings = o->timings, .stop = &stop_now };
+    bool ok = feed_open(&bo.feed, o->lines, e) && open_batch(p, &context, &no_chat, e);
+    if (ok) catch_signals();
+    ok = ok && journal_open(&bo.journal, o->output, o->resume, o->lines, e)
+      && choose_batch_seed(p, bo.journal, &bo.drawn_seed, e);
+    context.seed = o->seed;
+    bo.engine = p->engine;
+    ok = ok && answer_lines(p, &bo, e);
+    feed_close(bo.feed);
+    journal_close(bo.journal);
+    return ok;
 }
 
 /* ---- the other tasks -------------------------------------------------------------------------------------------- */
@@ -671,10 +758,10 @@ static bool run_completion(struct program *p, struct error *e)
 }
 
 static bool (*const tasks[])(struct program *p, struct error *e) = {
-    [MODE_GENERATE] = run_generate, [MODE_SHOW_PROMPT] = run_show_prompt, [MODE_DUMP_TOKENS] = run_dump_tokens,
-    [MODE_PERPLEXITY] = run_perplexity, [MODE_BENCH] = run_bench, [MODE_INSPECT] = run_inspect,
-    [MODE_DRY_RUN] = run_dry_run, [MODE_CHECK_TENSORS] = run_check_tensors, [MODE_HELP] = run_help,
-    [MODE_VERSION] = run_version, [MODE_COMPLETION] = run_completion,
+    [MODE_GENERATE] = run_generate, [MODE_BATCH] = run_batch, [MODE_SHOW_PROMPT] = run_show_prompt,
+    [MODE_DUMP_TOKENS] = run_dump_tokens, [MODE_PERPLEXITY] = run_perplexity, [MODE_BENCH] = run_bench,
+    [MODE_INSPECT] = run_inspect, [MODE_DRY_RUN] = run_dry_run, [MODE_CHECK_TENSORS] = run_check_tensors,
+    [MODE_HELP] = run_help, [MODE_VERSION] = run_version, [MODE_COMPLETION] = run_completion,
 };
 
 static void close_program(struct program *p)
@@ -688,7 +775,7 @@ static void close_program(struct program *p)
     tokenizer_close(p->tokenizer);
     model_close(p->model);
     if (p->file) gguf_close(p->file);
-    free(p->logprobs);
+    free(p->logprobs.data);
     ids_free(&p->tokens);
     bytes_free(&p->prompt);
     options_free(&p->o);

@@ -1,7 +1,7 @@
 /* inspect.c - summaries of a model file, estimates of memory, and the check of all tensors. */
 #include "inspect.h"
 
-#include "batch.h"
+#include "result.h"
 #include "json.h"
 #include "memory.h"
 #include "output.h"

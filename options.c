@@ -19,6 +19,7 @@ const char *const option_groups[N_GROUPS][2] = {
     [GROUP_CHAT] = { "chat", "Chat" },
     [GROUP_GENERATION] = { "generation", "Generation" },
     [GROUP_SAMPLING] = { "sampling", "Sampling" },
+    [GROUP_BATCH] = { "batch", "Batches of prompts" },
     [GROUP_CACHE] = { "cache", "Key-value cache" },
     [GROUP_OUTPUT] = { "output", "Output" },
     [GROUP_MEASURE] = { "measure", "Measuring" },
@@ -27,11 +28,13 @@ const char *const option_groups[N_GROUPS][2] = {
 
 #define AT(field) offsetof(struct options, field)
 #define IN(mode) (1u << MODE_##mode)
+#define TEXTS (PROMPTS | IN(BATCH))
 #define PROMPTS (IN(GENERATE) | IN(SHOW_PROMPT) | IN(DUMP_TOKENS) | IN(DRY_RUN))
 #define ANSWERS (IN(GENERATE) | IN(DRY_RUN))
 #define JSON_MODES (IN(GENERATE) | IN(PERPLEXITY) | IN(BENCH) | IN(INSPECT) | IN(DRY_RUN))
 #define ABOVE_0 1e-30                  /* as a lower bound, shown as "above 0" */
 #define MOST_TOKENS INT_MAX
+#define MOST_PARALLEL 64               /* rows of a forward pass that may want logits */
 #define SAMPLING(field) AT(sampling.field)
 
 /* group, name, letter, argument, preset, kind, lo, hi, field, mode, modes, help */
@@ -57,9 +60,9 @@ const struct option_row option_table[] = {
       "Read the prompt from FILE, - is standard input; after the text of -p. A byte order mark and one final line end "
       "are dropped. Without -p and -f, standard input is the prompt unless it is a terminal; with them it is read only "
       "where - names it (a word - alone appends it)." },
-    { GROUP_PROMPT, "no-bos", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_bos), 0, PROMPTS,
+    { GROUP_PROMPT, "no-bos", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_bos), 0, TEXTS,
       "Put no start token in front of a raw prompt." },
-    { GROUP_PROMPT, "no-parse-special", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_parse_special), 0, PROMPTS,
+    { GROUP_PROMPT, "no-parse-special", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_parse_special), 0, TEXTS,
       "Text of a raw prompt that spells a control token stays text, as that of messages always does." },
     { GROUP_PROMPT, "show-prompt", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_SHOW_PROMPT, 0,
       "Print the prompt as the model gets it, start token included, and stop. A file that holds only a vocabulary will "
@@ -68,19 +71,19 @@ const struct option_row option_table[] = {
       "Print the prompt's tokens, one per line as id<TAB>text, and stop. In the text \\n, \\t, \\\\ and \\xNN stand "
       "for line end, tab, backslash and for control and invalid bytes. A file that holds only a vocabulary will do." },
 
-    { GROUP_CHAT, "chat", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(chat), 0, PROMPTS,
+    { GROUP_CHAT, "chat", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(chat), 0, TEXTS,
       "Chat: messages are read line by line (/help lists the commands), -p gives the first one. A terminal without a "
       "prompt gets a chat by itself where the model has a template." },
-    { GROUP_CHAT, "cnv", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(chat), 0, PROMPTS, "The same as --chat." },
-    { GROUP_CHAT, "sys", 0, "TEXT", NULL, OPT_ANY_TEXT, 0, 0, AT(system), 0, PROMPTS,
+    { GROUP_CHAT, "cnv", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(chat), 0, TEXTS, "The same as --chat." },
+    { GROUP_CHAT, "sys", 0, "TEXT", NULL, OPT_ANY_TEXT, 0, 0, AT(system), 0, TEXTS,
       "The system message. This, and each option of this group, makes a chat message of -p, -f and standard input." },
-    { GROUP_CHAT, "st", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(single_turn), 0, PROMPTS, "One message and its reply." },
+    { GROUP_CHAT, "st", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(single_turn), 0, TEXTS, "One message and its reply." },
     { GROUP_CHAT, "messages", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(messages), 0, PROMPTS,
       "Messages as JSON, a list of {\"role\": ..., \"content\": ...}, - is standard input; other prompts follow as one "
       "message more." },
-    { GROUP_CHAT, "chat-template", 0, "TEMPLATE", NULL, OPT_TEXT, 0, 0, AT(chat_template), 0, PROMPTS,
+    { GROUP_CHAT, "chat-template", 0, "TEMPLATE", NULL, OPT_TEXT, 0, 0, AT(chat_template), 0, TEXTS,
       "Jinja template instead of the model's: chatml, llama2, llama3, gemma, phi3, mistral, or a file." },
-    { GROUP_CHAT, "no-think", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_think), 0, PROMPTS,
+    { GROUP_CHAT, "no-think", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_think), 0, TEXTS,
       "Have a thinking model answer at once, by its template's own switch." },
 
     { GROUP_GENERATION, "predict", 'n', "N", "512", OPT_LONG, -2, MOST_TOKENS, AT(predict), 0, 0,
@@ -121,6 +124,25 @@ const struct option_row option_table[] = {
     { GROUP_SAMPLING, "logit-bias", 'l', "ID+X", NULL, OPT_BIAS, 0, 0, SAMPLING(bias), 0, 0,
       "Add X to the logit of token ID; ID-X takes it away, ID-inf forbids the token. May be repeated." },
 
+    { GROUP_BATCH, "batch", 0, "FILE", NULL, OPT_MODE, 0, 0, AT(lines), MODE_BATCH, 0,
+      "Answer a file of prompts, one a line: JSON objects with \"prompt\" or \"messages\", \"custom_id\" and options "
+      "by their long names, or plain text where the file's name ends with .txt; - is standard input. The answers are "
+      "JSON lines in the same order." },
+    { GROUP_BATCH, "output", 'o', "FILE", NULL, OPT_TEXT, 0, 0, AT(output), 0, IN(BATCH),
+      "Write the answers to FILE instead of standard output, each line as soon as it is known." },
+    { GROUP_BATCH, "parallel", 0, "N", "16", OPT_INT, 1, MOST_PARALLEL, AT(parallel), 0, IN(BATCH),
+      "Lines computed together; -np means the same. Answers never depend on it." },
+    { GROUP_BATCH, "resume", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(resume), 0, IN(BATCH),
+      "Go on with the --output of a run that was ended: lines that are answered there are left out." },
+    { GROUP_BATCH, "unordered", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(unordered), 0, IN(BATCH),
+      "Write each answer when it is ready, whatever the order of the lines." },
+    { GROUP_BATCH, "samples", 0, "N", "1", OPT_INT, 1, 1024, AT(samples), 0, IN(BATCH),
+      "Answers to each line, with the seeds that follow --seed; a line says it as \"n\"." },
+    { GROUP_BATCH, "timings", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(timings), 0, IN(BATCH),
+      "Add to each answer how long it took and how much of its prompt was known already." },
+    { GROUP_BATCH, "progress", 0, "auto|json|never", "auto", OPT_CHOICE, 0, 0, AT(report), 0, IN(BATCH),
+      "How far the run is, on standard error: a line on a terminal, or an object each second and at the end." },
+
     { GROUP_CACHE, "kv-layout", 0, "paged|contiguous", "paged", OPT_CHOICE, 0, 0, AT(layout), 0, 0,
       "How the cache lies in memory; results never depend on it." },
     { GROUP_CACHE, "page-size", 0, "N", "32", OPT_INT, 32, 1 << 20, AT(page_size), 0, 0,
@@ -139,8 +161,8 @@ const struct option_row option_table[] = {
 
     { GROUP_OUTPUT, "json", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(json), 0, JSON_MODES,
       "Print one JSON object instead of text." },
-    { GROUP_OUTPUT, "logprobs", 0, "N", "-1", OPT_INT, 0, 100, AT(logprobs), 0, ANSWERS,
-      "With --json: the log-probability of each token and of the N most likely ones." },
+    { GROUP_OUTPUT, "logprobs", 0, "N", "-1", OPT_INT, 0, 100, AT(logprobs), 0, ANSWERS | IN(BATCH),
+      "With --json or --batch: the log-probability of each token and of the N most likely ones." },
     { GROUP_OUTPUT, "display-prompt", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(display_prompt), 0, ANSWERS,
       "Print the prompt before the answer." },
     { GROUP_OUTPUT, "color", 0, "auto|always|never", "auto", OPT_CHOICE, 0, 0, AT(color), 0, 0,
@@ -169,8 +191,10 @@ const struct option_row option_table[] = {
       "Tokens of each decode test; 128 when neither -pp nor -tg is given." },
     { GROUP_MEASURE, "depth", 'd', "LIST", NULL, OPT_TEXT, 0, 0, AT(bench_depth), 0, IN(BENCH),
       "Tokens in the cache before each test; 0 when not given." },
-    { GROUP_MEASURE, "np", 0, "LIST", NULL, OPT_TEXT, 0, 0, AT(bench_parallel), 0, IN(BENCH),
-      "Sequences of each decode test that are computed together; 1 when not given." },
+    { GROUP_MEASURE, "np", 0, "LIST", NULL, OPT_TEXT, 0, 0, AT(bench_parallel), 0,
+      IN(BENCH) | IN(BATCH),
+      "Sequences of each decode test that are computed together; 1 when not given. With --batch the same as "
+      "--parallel." },
     { GROUP_MEASURE, "reps", 0, "N", "5", OPT_INT, 1, 1000, AT(reps), 0, IN(BENCH),
       "Repetitions of each test; their median counts." },
 
@@ -433,6 +457,81 @@ static bool take_option(struct options *o, int argc, char **argv, int *i, struct
     return set(o, row, value, e);
 }
 
+const struct option_row *options_of_line(const char *name, struct error *e)
+{
+    static const char *const others[] = { "predict", "stop", "ignore-eos", "logprobs", "samples", "no-bos",
+                                          "no-parse-special" };
+    const struct option_row *row = row_of(name, strlen(name));
+    char display[40];
+    if (!row) return unknown(name, e), NULL;
+    bool allowed = row->group == GROUP_SAMPLING;
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) allowed = allowed || strcmp(name, others[i]) == 0;
+    if (allowed) return row;
+    fail(e, GEN_USAGE, "%s cannot be set by a line: give it on the command line", option_display(row, display));
+    return NULL;
+}
+
+bool options_copy(struct options *to, const struct options *from, struct error *e)
+{
+    size_t stops = from->stops.len * sizeof *from->stops.data;
+    size_t bias = from->sampling.n_bias * sizeof *from->sampling.bias;
+    *to = *from;
+    to->stops.data = malloc(stops + 1);
+    struct logit_bias *biases = malloc(bias + 1);
+    to->sampling.bias = biases;
+    if (!to->stops.data || !biases) {
+        options_free(to);
+        return fail(e, GEN_RUN, "cannot allocate memory for a line's options");
+    }
+    if (stops) memcpy(to->stops.data, from->stops.data, stops);
+    if (bias) memcpy(biases, from->sampling.bias, bias);
+    return true;
+}
+
+/* Does an answer depend on the option? Unless it is listed here, it may. */
+static bool shapes_answers(const struct option_row *row)
+{
+    static const char listed[] = " model no-mmap threads batch-size lookup kv-layout page-size no-kv-cache kv-memory "
+        "kv-offload prompt-cache prompt-cache-ro prompt-cache-all prefix-cache prefix-cache-size no-share samples np "
+        "parallel output resume unordered timings progress json display-prompt color quiet verbose ";
+    char word[48];
+    snprintf(word, sizeof word, " %s ", row->name);
+    return row->kind != OPT_MODE && row->group != GROUP_MEASURE && !strstr(listed, word);
+}
+
+bool options_text(const struct options *o, struct bytes *out)
+{
+    bool ok = true;
+    for (const struct option_row *row = option_table; ok && row < option_table + n_options; row++) {
+        const void *field = (const char *)o + row->at;
+        const struct texts *texts = field;
+        if (!shapes_answers(row)) continue;
+        ok = bytes_printf(out, "%s", row->name);
+        switch (row->kind) {
+        case OPT_FLAG: ok = ok && bytes_printf(out, " %d", *(const bool *)field); break;
+        case OPT_INT:
+        case OPT_CHOICE: ok = ok && bytes_printf(out, " %d", *(const int *)field); break;
+        case OPT_LONG: ok = ok && bytes_printf(out, " %lld", (long long)*(const int64_t *)field); break;
+        case OPT_FLOAT: ok = ok && bytes_printf(out, " %a", (double)*(const float *)field); break;
+        case OPT_DOUBLE: ok = ok && bytes_printf(out, " %a", *(const double *)field); break;
+        case OPT_TEXT:
+        case OPT_ANY_TEXT:
+            if (*(const char *const *)field) ok = ok && bytes_printf(out, " %s", *(const char *const *)field);
+            break;
+        case OPT_TEXTS:
+            for (size_t i = 0; ok && i < texts->len; i++) ok = bytes_printf(out, " %s", texts->data[i]);
+            break;
+        case OPT_BIAS:
+            for (size_t i = 0; ok && i < o->sampling.n_bias; i++)
+                ok = bytes_printf(out, " %d%+a", o->sampling.bias[i].id, (double)o->sampling.bias[i].bias);
+            break;
+        case OPT_MODE: break;
+        }
+        ok = ok && bytes_add(out, "", 1);
+    }
+    return ok;
+}
+
 bool options_set(struct options *o, const char *name, const char *value, struct error *e)
 {
     const struct option_row *row = name[0] && !name[1] ? row_of_letter(name[0]) : row_of(name, strlen(name));
@@ -478,6 +577,8 @@ static bool consistent(const struct options *o, struct error *e)
         if (!o->given[i] || !row->modes || row->modes & 1u << o->mode) continue;
         if (row->modes == IN(PERPLEXITY))
             return fail(e, GEN_USAGE, "%s does nothing without --perplexity FILE", option_display(row, name));
+        if (row->modes == IN(BATCH))
+            return fail(e, GEN_USAGE, "%s does nothing without --batch FILE", option_display(row, name));
         if (row->modes == IN(BENCH))
             return fail(e, GEN_USAGE, "%s does nothing without --bench", option_display(row, name));
         return fail(e, GEN_USAGE, "%s does nothing with the task that was chosen: leave one of them out",
@@ -495,8 +596,12 @@ static bool consistent(const struct options *o, struct error *e)
     if (options_chat(o) && (o->no_bos || o->no_parse_special))
         return fail(e, GEN_USAGE, "%s does nothing in a chat, whose template says what stands where",
                     o->no_bos ? "--no-bos" : "--no-parse-special");
-    if (options_given(o, "logprobs") && !o->json)
+    if (options_given(o, "logprobs") && !o->json && o->mode != MODE_BATCH)
         return fail(e, GEN_USAGE, "--logprobs does nothing without --json");
+    if (o->resume && !o->output) return fail(e, GEN_USAGE, "--resume does nothing without --output FILE");
+    if (o->mode == MODE_BATCH && o->no_kv_cache)
+        return fail(e, GEN_USAGE, "--batch and --no-kv-cache exclude each other: lines are computed together by their "
+                    "caches");
     if (o->display_prompt && o->json)
         return fail(e, GEN_USAGE, "--display-prompt and --json exclude each other: the object holds the answer alone");
     if (options_given(o, "sinks") && !o->window) return fail(e, GEN_USAGE, "--sinks does nothing without --window N");
@@ -536,7 +641,9 @@ bool options_parse(struct options *o, int argc, char **argv, struct error *e)
             return false;
         }
     }
-    return o->mode >= MODE_HELP || consistent(o, e);
+    if (o->mode >= MODE_HELP) return true;
+    if (!consistent(o, e)) return false;
+    return o->mode != MODE_BATCH || !o->bench_parallel || options_set(o, "parallel", o->bench_parallel, e);
 }
 
 void options_free(struct options *o)

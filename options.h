@@ -10,13 +10,13 @@
 
 /* What a run does. All but the first are chosen by the option of the same name. */
 enum mode {
-    MODE_GENERATE, MODE_SHOW_PROMPT, MODE_DUMP_TOKENS, MODE_PERPLEXITY, MODE_BENCH, MODE_INSPECT, MODE_DRY_RUN,
-    MODE_CHECK_TENSORS, MODE_HELP, MODE_VERSION, MODE_COMPLETION
+    MODE_GENERATE, MODE_BATCH, MODE_SHOW_PROMPT, MODE_DUMP_TOKENS, MODE_PERPLEXITY, MODE_BENCH, MODE_INSPECT,
+    MODE_DRY_RUN, MODE_CHECK_TENSORS, MODE_HELP, MODE_VERSION, MODE_COMPLETION
 };
 
 enum option_group {
-    GROUP_MODEL, GROUP_PROMPT, GROUP_CHAT, GROUP_GENERATION, GROUP_SAMPLING, GROUP_CACHE, GROUP_OUTPUT, GROUP_MEASURE,
-    GROUP_INFORMATION, N_GROUPS
+    GROUP_MODEL, GROUP_PROMPT, GROUP_CHAT, GROUP_GENERATION, GROUP_SAMPLING, GROUP_BATCH, GROUP_CACHE, GROUP_OUTPUT,
+    GROUP_MEASURE, GROUP_INFORMATION, N_GROUPS
 };
 
 /* How a value is read, and the type of the field that takes it. */
@@ -57,6 +57,7 @@ struct texts { const char **data; size_t len; };
 
 enum { BACKEND_AUTO, BACKEND_CPU };
 enum { COLOR_AUTO, COLOR_ALWAYS, COLOR_NEVER };
+enum { PROGRESS_AUTO, PROGRESS_JSON, PROGRESS_NEVER };
 enum { SHELL_BASH, SHELL_ZSH, SHELL_FISH };
 
 struct options {
@@ -81,6 +82,10 @@ struct options {
     bool ignore_eos, display_prompt, lookup;
     int64_t seed;                      /* -1 = random */
     struct sampler_options sampling;   /* .seed is not set; .bias belongs to these options */
+    /* batch */
+    const char *lines, *output;
+    int parallel, samples, report;
+    bool resume, unordered, timings;
     /* cache */
     int layout, page_size, type_k, type_v, window, sinks;
     bool no_kv_cache;
@@ -104,6 +109,13 @@ void options_free(struct options *o);
 /* Sets one option by its long name or letter, by the command line's rules: for chat commands and batch lines. value
  * NULL = none is given; the text must live as long as *o. Errors: GEN_USAGE, also for an option that chooses a task. */
 bool options_set(struct options *o, const char *name, const char *value, struct error *e);
+/* The option that a line of a batch names: one of those that shape one answer, by its long name. NULL after filling *e
+ * (GEN_USAGE). */
+const struct option_row *options_of_line(const char *name, struct error *e);
+/* Copies what the options own, so that *to can be changed and freed by itself. Errors: GEN_RUN for memory. */
+bool options_copy(struct options *to, const struct options *from, struct error *e);
+/* Appends the value of each option that an answer depends on: equal texts, equal answers. false when memory is out. */
+bool options_text(const struct options *o, struct bytes *out);
 /* Do the options ask for a chat? */
 bool options_chat(const struct options *o);
 /* Was the option of this long name given? */

@@ -116,7 +116,7 @@ def test_help_comes_from_the_table(gen):
     names = re.findall(r"^  (?:-\w, )?(--?[\w-]+)", whole, re.M)
     assert len(names) > 45 and len(set(names)) == len(names)
     groups = re.findall(r"\(--help (\w+)\)", whole)
-    assert len(groups) == 9
+    assert len(groups) == 10
     assert sum(len(re.findall(r"^  -", gen.ok("--help", g).text, re.M)) for g in groups) == len(names)
     assert gen.ok("-h").text == whole
     for name in names:

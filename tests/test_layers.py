@@ -8,17 +8,20 @@ from conftest import ROOT
 # which all may.
 MAY_INCLUDE = {
     # the program
-    "gen": "answer batch bench chat engine gguf input inspect lookup measure memory model options output probe sampler"
-           " tokenizer usage",
+    "gen": "answer batch bench chat engine gguf input inspect lookup measure memory model options output probe result"
+           " sampler tokenizer usage",
     "usage": "options",
     "output": "options tokenizer",
     "options": "sampler",
     # what it does
     "answer": "engine lookup sampler tokenizer",
-    "inspect": "engine gguf batch json memory output",
+    "inspect": "engine gguf result json memory output",
     "measure": "engine tokenizer json",
     "bench": "engine json memory probe quant",
-    "batch": "engine kvcache chat sampler tokenizer json",
+    "batch": "answer engine journal json jsonl kvcache output result sampler tokenizer",
+    "jsonl": "chat gguf options tokenizer",
+    "journal": "output",
+    "result": "engine json sampler tokenizer",
     "chat": "answer engine gguf jinja json line options output sampler tokenizer",
     "engine": "model kvcache kvstore backend lookup",
     # its parts
