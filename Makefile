@@ -29,8 +29,7 @@ PKG_LIBS := $(or $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null),-lpcre2-8 -
 CMOCKA_LIBS := $(or $(shell pkg-config --libs cmocka 2>/dev/null),-lcmocka)
 
 COMPILE = $(CC) $(CPPFLAGS) $(CFLAGS) $(SPEED) $(MODE.$(config)) $(REQUIRED) $(ISA) $(LESS) $(PKG_CFLAGS) -I. -MMD -MP -c -o $@ $<
-FLAGS = $(CC) $(CPPFLAGS) $(CFLAGS) $(MODE.$(config)) $(REQUIRED) $(AVX2) $(AVX512) $(LESS.$(config)) $(LDFLAGS) \
-    $(CXX) $(EMULATE) $(CHECKED) $(NVCC) $(CUDA_FLAGS) $(CUDA_CODE)
+FLAGS = $(CC) $(CPPFLAGS) $(CFLAGS) $(MODE.$(config)) $(REQUIRED) $(AVX2) $(AVX512) $(LESS.$(config)) $(LDFLAGS)
 LINK = $(CC) $(CFLAGS) $(MODE.$(config)) -pthread $(LDFLAGS) -o $@ $(filter %.o %.a,$^)
 LIBS = $(PKG_LIBS) $(LDLIBS) -lm
 
@@ -166,7 +165,7 @@ programs: $(TESTS) $(TOOLS)
 fuzzers: $(FUZZERS)
 emulated: $(EMULATED)
 
-$(PROGRAM): $(B)/gen.o $(CUDA_OBJECTS) $(LIBRARY)
+$(PROGRAM): $(B)/gen.o $(CUDA_OBJECTS) $(LIBRARY) $(B)/cuda-flags
 	@echo '  LINK $@'
 	@$(if $(CUDA_SOURCES),$(if $(NVCC),,echo 'There is no nvcc: gen is built without the CUDA backend.'))
 	@$(LINK) $(CUDA_LIBS) $(LIBS)
@@ -182,22 +181,22 @@ $(B)/%.o: %.c $(B)/flags
 	@mkdir -p $(@D)
 	@$(COMPILE)
 
-$(CUDA_OBJECTS): $(B)/%.o: %.cu $(B)/flags
+$(CUDA_OBJECTS): $(B)/%.o: %.cu $(B)/cuda-flags
 	@echo '  NVCC $<'
 	@mkdir -p $(@D)
 	@$(NVCC) $(CUDA_FLAGS) $(CUDA_CODE) -I. -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
-$(B)/tests/emulator/%.o: tests/emulator/%.cpp $(B)/flags
+$(B)/tests/emulator/%.o: tests/emulator/%.cpp $(B)/cuda-flags
 	@echo '  CXX  $<'
 	@mkdir -p $(@D)
 	@$(CXX) $(EMULATE) -O2 -MMD -MP -c -o $@ $<
 
-$(B)/emulated/%.o: %.cu $(B)/flags
+$(B)/emulated/%.o: %.cu $(B)/cuda-flags
 	@echo '  CXX  $<'
 	@mkdir -p $(@D)
 	@$(CXX) -x c++ $(EMULATE) $(CHECKED) -I. -MMD -MP -c -o $@ $<
 
-$(B)/emulated/cases.o: tests/emulator/cases.cu $(B)/flags
+$(B)/emulated/cases.o: tests/emulator/cases.cu $(B)/cuda-flags
 	@echo '  CXX  $<'
 	@mkdir -p $(@D)
 	@$(CXX) -x c++ $(EMULATE) $(CHECKED) -MMD -MP -c -o $@ $<
@@ -220,12 +219,14 @@ $(FUZZERS): $(B)/%: $(B)/%.o $(READERS)
 
 $(if $(filter fuzz,$(config)),,$(FUZZERS): $(B)/tests/fuzz_main.o)
 
-# Changes when the compiler or its flags do, and then everything is compiled again. Written first in a new build, so the
-# needs of the build are looked at here.
-$(B)/flags: FORCE
+# Change when a compiler or its flags do, and then everything is compiled again. Written first in a new build, so the needs
+# of the build are looked at here.
+$(B)/flags: WORDS = $(FLAGS)
+$(B)/cuda-flags: WORDS = $(CXX) $(EMULATE) $(CHECKED) $(NVCC) $(CUDA_FLAGS) $(CUDA_CODE)
+$(B)/flags $(B)/cuda-flags: FORCE
 	@[ -f $@ ] || CC='$(CC)' ./deps.sh --check build
 	@mkdir -p $(@D)
-	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' > $@
+	@echo '$(WORDS)' | cmp -s - $@ || echo '$(WORDS)' > $@
 
 $(VENV)/ready: tests/requirements.txt
 	@echo '  VENV $(VENV)'
