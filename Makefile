@@ -26,12 +26,15 @@ REQUIRED := -std=gnu11 -ffp-contract=off -pthread -Wall -Wextra
 LIBRARIES := libpcre2-8 jansson libutf8proc nettle libedit
 PKG_CFLAGS := $(shell pkg-config --cflags $(LIBRARIES) 2>/dev/null)
 PKG_LIBS := $(or $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null),-lpcre2-8 -ljansson -lutf8proc -lnettle -ledit)
+# Several processes: built in where MPI is found (Debian's libopenmpi-dev).
+MPI_CFLAGS := $(shell pkg-config --cflags ompi-c 2>/dev/null && echo -DGEN_MPI)
+MPI_LIBS := $(shell pkg-config --libs ompi-c 2>/dev/null)
 CMOCKA_LIBS := $(or $(shell pkg-config --libs cmocka 2>/dev/null),-lcmocka)
 
-COMPILE = $(CC) $(CPPFLAGS) $(CFLAGS) $(SPEED) $(MODE.$(config)) $(REQUIRED) $(ISA) $(LESS) $(PKG_CFLAGS) -I. -MMD -MP -c -o $@ $<
-FLAGS = $(CC) $(CPPFLAGS) $(CFLAGS) $(MODE.$(config)) $(REQUIRED) $(AVX2) $(AVX512) $(LESS.$(config)) $(LDFLAGS)
+COMPILE = $(CC) $(CPPFLAGS) $(CFLAGS) $(SPEED) $(MODE.$(config)) $(REQUIRED) $(ISA) $(LESS) $(PKG_CFLAGS) $(MPI_CFLAGS) -I. -MMD -MP -c -o $@ $<
+FLAGS = $(CC) $(CPPFLAGS) $(CFLAGS) $(MODE.$(config)) $(REQUIRED) $(MPI_CFLAGS) $(AVX2) $(AVX512) $(LESS.$(config)) $(LDFLAGS)
 LINK = $(CC) $(CFLAGS) $(MODE.$(config)) -pthread $(LDFLAGS) -o $@ $(filter %.o %.a,$^)
-LIBS = $(PKG_LIBS) $(LDLIBS) -lm
+LIBS = $(PKG_LIBS) $(MPI_LIBS) $(LDLIBS) -lm
 
 # The kernels are compiled once per instruction set and chosen at run time; nothing else may use more than plain x86-64.
 AVX2 := -mavx2 -mfma -mf16c

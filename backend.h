@@ -46,6 +46,7 @@ struct backend_options {
     int max_sequences;                 /* sequences of the largest batch */
     int64_t max_seen;                  /* most tokens that one query sees */
     void (*progress)(double done);     /* called while weights are read, 0..1; may be NULL */
+    struct comm *comm;                 /* the ranks that hold the model's other parts; NULL = it is whole */
 };
 
 /* The CPU backend (cpu.c). Errors: GEN_USAGE for GEN_ISA, GEN_MODEL for a file that shrinks, GEN_RUN for memory. */

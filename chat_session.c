@@ -215,13 +215,12 @@ static bool reply(struct session *s, bool *said, struct error *e)
     struct sampler_options so = s->options->sampling;
     struct sampler *sampler = NULL;
     struct reply r = { 0 };
-    bool terminal = isatty(STDOUT_FILENO);
     struct stream_options to = { .tokenizer = s->in->tokenizer, .stops = &s->options->stops };
     *said = false;
     so.seed = (uint64_t)s->options->seed + s->again;
     if (!make_prompt(s, e)) return false;
     size_t n_prompt = s->tokens.len;
-    r.display = (struct display){ .color = s->in->color, .visible = terminal,
+    r.display = (struct display){ .color = s->in->color, .visible = s->in->terminal,
                                   .thinking = begins_thinking(conversation_text(s->conversation)) };
     bool ok = sampler_open(&sampler, &so, engine_model(s->in->engine)->n_vocab, e) && stream_open(&r.stream, &to, e);
     if (ok) {

@@ -15,6 +15,7 @@ struct chat_session {
     const char *first;                 /* the first message of the user, n_first bytes; NULL = it is read, too */
     size_t n_first;
     bool once;                         /* one message and its reply */
+    bool terminal;                     /* a person reads standard output: control characters are shown as ^[ */
     bool color;
     bool (*read_file)(const char *path, struct bytes *out, struct error *e);       /* appends the text of a file */
     void (*progress)(const char *what, double done);   /* told when a prompt is computed */

@@ -12,6 +12,7 @@
 #include <sys/mman.h>
 
 #include "backend.h"
+#include "comm.h"
 #include "kernels.h"
 #include "threads.h"
 
@@ -32,6 +33,7 @@ struct cpu {
     const struct model *m;
     const struct kernels *k;
     struct team *team;
+    struct comm *comm;                 /* NULL = the model is whole */
     struct cpu_layer *layers;
     struct weight embd, out;
     const float *out_norm, *out_bias;
@@ -43,6 +45,7 @@ struct cpu {
     float *sink_cs, *sink_sn;                      /* [rows][rope.n / 2] of the position that it sees the sinks from */
     float *qkv, *att, *proj, *gate, *up;           /* [rows][..] outputs of products, and the attention's */
     float *logits;                     /* [LOGIT_ROWS][n_vocab] */
+    float *gathered;                   /* [ranks][n_vocab / ranks, rounded up] one row's logits by rank */
     struct tile *tiles;
     int *wanted;                       /* [LOGIT_ROWS] rows of the batch */
     float *part;                       /* split attention: see part_at */
@@ -123,6 +126,7 @@ static void carve_all(struct cpu *c, struct carver *v)
     c->gate = carve(v, rows * m->n_ff, sizeof(float));
     c->up = carve(v, rows * m->n_ff, sizeof(float));
     c->logits = carve(v, (size_t)LOGIT_ROWS * m->n_vocab, sizeof(float));
+    c->gathered = carve(v, comm_size(c->comm) > 1 ? m->n_vocab + comm_size(c->comm) : 0, sizeof(float));
     c->tiles = carve(v, c->max_rows, sizeof *c->tiles);
     c->wanted = carve(v, LOGIT_ROWS, sizeof *c->wanted);
     c->part = carve(v, c->split_tokens * c->max_splits * m->n_head * (m->head_v + 2), sizeof(float));
@@ -146,10 +150,24 @@ struct loading {
     void (*progress)(double);
 };
 
-static size_t row_bytes(const struct matrix *x)
+/* Bytes of n columns of a row of the file. */
+static size_t column_bytes(const struct matrix *x, uint64_t n)
 {
     const struct type_info *t = type_info(x->tensor->type);
-    return x->columns / t->block * t->bytes;
+    return n / t->block * t->bytes;
+}
+static size_t row_bytes(const struct matrix *x) { return column_bytes(x, x->columns); }
+
+/* Copies rows [row0, row0 + n) of a matrix from the file. */
+static bool read_rows(const struct model *m, const struct matrix *x, uint64_t row0, uint64_t n, void *dst,
+                      struct error *e)
+{
+    size_t stride = column_bytes(x, x->tensor->ne[0]), at = (x->row0 + row0) * stride + column_bytes(x, x->col0);
+    if (row_bytes(x) == stride) return gguf_read(m->file, x->tensor, at, dst, n * stride, e);
+    for (uint64_t i = 0; i < n; i++)
+        if (!gguf_read(m->file, x->tensor, at + i * stride, (char *)dst + i * row_bytes(x), row_bytes(x), e))
+            return false;
+    return true;
 }
 
 /* Rows of a piece of about 256 KiB, whole tiles. */
@@ -168,12 +186,12 @@ static void load_piece(void *user, int i, int thread)
     if (atomic_load(&l->failed)) return;
     int64_t row0 = p->tile0 * c->k->tile, row1 = p->tile1 * c->k->tile;
     if (row1 > (int64_t)w->src->rows) row1 = w->src->rows;
-    size_t bytes = (size_t)(row1 - row0) * row_bytes(w->src), offset = (w->src->row0 + row0) * row_bytes(w->src);
+    size_t bytes = (size_t)(row1 - row0) * row_bytes(w->src);
     struct error mine = { 0 };
     void *dst = w->at + (size_t)row0 * row_bytes(w->src);
     if (w->dst->packed && !(dst = malloc(bytes)))
         fail(&mine, GEN_RUN, "cannot allocate %zu bytes to read the weights", bytes);
-    if (mine.code || !gguf_read(c->m->file, w->src->tensor, offset, dst, bytes, &mine)) {
+    if (mine.code || !read_rows(c->m, w->src, row0, row1 - row0, dst, &mine)) {
         if (!atomic_exchange(&l->failed, true)) *l->e = mine;
     } else if (w->dst->packed)
         c->k->pack(w->dst->type, dst, w->dst->rows, w->dst->cols, p->tile0, p->tile1, w->at);
@@ -189,8 +207,9 @@ static void plan(struct loading *l, const struct matrix *src, struct weight *dst
     struct cpu *c = l->c;
     const void *map = gguf_data(c->m->file, src->tensor);
     bool raw = c->k->packed_bytes(src->tensor->type, src->rows, src->columns) == 0;
+    bool whole_rows = src->columns == src->tensor->ne[0];
     *dst = (struct weight){ src->tensor->type, (int64_t)src->rows, (int64_t)src->columns, !raw, NULL };
-    if (raw && map) dst->data = (const char *)map + src->row0 * row_bytes(src);
+    if (raw && map && whole_rows) dst->data = (const char *)map + src->row0 * row_bytes(src);
     else l->list[l->n++] = (struct load){ src, dst, NULL };
 }
 
@@ -209,7 +228,7 @@ static void plan_all(struct loading *l)
         plan(l, &s->down, &d->down);
     }
     plan(l, &c->m->out, &c->out);
-    bool tied = c->m->out.tensor == c->m->embd.tensor;
+    bool tied = c->m->out.tensor == c->m->embd.tensor && c->m->out.rows == c->m->embd.rows;
     const void *map = gguf_data(c->m->file, c->m->embd.tensor);
     if (map) c->embd = (struct weight){ c->m->embd.tensor->type, c->m->n_vocab, c->m->n_embd, false, map };
     else if (!tied) plan(l, &c->m->embd, &c->embd);
@@ -253,33 +272,43 @@ static bool load_weights(struct cpu *c, void (*progress)(double), struct error *
     return ok;
 }
 
-/* Reads a vector's floats. */
-static bool load_vector(struct cpu *c, const struct gguf_tensor *t, const float **out, struct error *e)
+/* Reads n floats of a vector from number `first` on. */
+static bool load_part(struct cpu *c, const struct gguf_tensor *t, size_t first, size_t n, const float **out,
+                      struct error *e)
 {
     *out = NULL;
     if (!t) return true;
-    float *p = alloc_zeroed(t->ne[0], sizeof(float), "a weight vector", e);
+    float *p = alloc_zeroed(n, sizeof(float), "a weight vector", e);
     if (!p) return false;
     *out = p;
-    return gguf_read(c->m->file, t, 0, p, t->size, e);
+    return gguf_read(c->m->file, t, first * sizeof(float), p, n * sizeof(float), e);
+}
+
+static bool load_vector(struct cpu *c, const struct gguf_tensor *t, const float **out, struct error *e)
+{
+    return load_part(c, t, 0, t ? t->ne[0] : 0, out, e);
 }
 
 static bool load_vectors(struct cpu *c, struct error *e)
 {
+    const struct model *m = c->m;
     int in_group[KV_GROUPS] = { 0 };
-    for (int i = 0; i < c->m->n_layer; i++) {
-        const struct layer *s = &c->m->layers[i];
+    for (int i = 0; i < m->n_layer; i++) {
+        const struct layer *s = &m->layers[i];
         struct cpu_layer *d = &c->layers[i];
         d->group = s->local ? KV_LOCAL : KV_GLOBAL;
         d->index = in_group[d->group]++;
-        if (!load_vector(c, s->attn_norm, &d->attn_norm, e) || !load_vector(c, s->q_bias, &d->q_bias, e) ||
-            !load_vector(c, s->k_bias, &d->k_bias, e) || !load_vector(c, s->v_bias, &d->v_bias, e) ||
+        int k = m->head_k, v = m->head_v;
+        if (!load_vector(c, s->attn_norm, &d->attn_norm, e) ||
+            !load_part(c, s->q_bias, m->head0 * k, m->n_head * k, &d->q_bias, e) ||
+            !load_part(c, s->k_bias, m->kv0 * k, m->n_kv * k, &d->k_bias, e) ||
+            !load_part(c, s->v_bias, m->kv0 * v, m->n_kv * v, &d->v_bias, e) ||
             !load_vector(c, s->o_bias, &d->o_bias, e) || !load_vector(c, s->q_norm, &d->q_norm, e) ||
             !load_vector(c, s->k_norm, &d->k_norm, e) || !load_vector(c, s->attn_post_norm, &d->attn_post_norm, e) ||
             !load_vector(c, s->ffn_norm, &d->ffn_norm, e) || !load_vector(c, s->ffn_post_norm, &d->ffn_post_norm, e))
             return false;
     }
-    return load_vector(c, c->m->out_norm, &c->out_norm, e) && load_vector(c, c->m->out_bias, &c->out_bias, e);
+    return load_vector(c, m->out_norm, &c->out_norm, e) && load_vector(c, m->out_bias, &c->out_bias, e);
 }
 
 /* ---- work per token ---------------------------------------------------------------------------------------------- */
@@ -712,12 +741,13 @@ static int head_pieces(const struct cpu *c) { return c->n_wanted ? pieces_of(c, 
 static void head_piece(struct cpu *c, int p, int thread)
 {
     struct acts x = inputs(c, c->n_wanted, c->m->n_embd);
-    int V = c->m->n_vocab, step = chunk_rows(c, V), r0 = p * step, r1 = r0 + step < V ? r0 + step : V;
-    product(c, &c->out, 1, &x, c->logits, V, p, thread);
+    int V = c->m->n_vocab, rows = (int)c->out.rows, first = (int)c->m->out.row0, step = chunk_rows(c, rows);
+    int r0 = p * step, n = rows - r0 < step ? rows - r0 : step;
+    product(c, &c->out, 1, &x, c->logits + first, V, p, thread);
     for (int t = 0; t < x.n; t++) {
-        float *y = c->logits + (size_t)t * V + r0;
-        if (c->out_bias) c->k->add(y, c->out_bias + r0, r1 - r0);
-        if (c->m->logit_cap > 0) c->k->soft_cap(y, r1 - r0, c->m->logit_cap);
+        float *y = c->logits + (size_t)t * V + first + r0;
+        if (c->out_bias) c->k->add(y, c->out_bias + first + r0, n);
+        if (c->m->logit_cap > 0) c->k->soft_cap(y, n, c->m->logit_cap);
     }
 }
 
@@ -752,8 +782,34 @@ static void last_norm_piece(struct cpu *c, int r, int thread)
     norm_input(c, r, c->x + (size_t)c->wanted[r] * c->m->n_embd, c->out_norm);
 }
 
+/* ---- between ranks ------------------------------------------------------------------------------------------------ */
+
+static int ranks_pieces(const struct cpu *c) { return c->comm != NULL; }
+
+/* After a product of which each rank has a part: its outputs become the sums over the ranks. */
+static void sum_piece(struct cpu *c, int i, int thread)
+{
+    (void)i, (void)thread;
+    comm_sum(c->comm, c->proj, (size_t)c->batch->n_rows * c->m->n_embd);
+}
+
+/* Each rank has the logits of some of the vocabulary: brings them together. */
+static void gather_piece(struct cpu *c, int i, int thread)
+{
+    int64_t V = c->m->n_vocab, ranks = comm_size(c->comm), most = (V + ranks - 1) / ranks;
+    (void)i, (void)thread;
+    for (int t = 0; t < c->n_wanted; t++) {
+        float *y = c->logits + t * V;
+        comm_gather(c->comm, y + c->m->out.row0, most, c->gathered);
+        for (int64_t r = 0; r < ranks; r++) {
+            int64_t first = V * r / ranks, end = V * (r + 1) / ranks;
+            memcpy(y + first, c->gathered + r * most, (end - first) * sizeof *y);
+        }
+    }
+}
+
 /* The stages of a forward pass; those from LAYER_FIRST to LAYER_LAST are gone through for each layer. */
-enum { LAYER_FIRST = 1, LAYER_LAST = 10 };
+enum { LAYER_FIRST = 1, LAYER_LAST = 12 };
 static const struct stage {
     int (*pieces)(const struct cpu *c);            /* 0: left out */
     void (*piece)(struct cpu *c, int i, int thread);
@@ -765,12 +821,15 @@ static const struct stage {
     { attend_pieces, attend_piece },
     { attended_pieces, attended_piece },
     { out_pieces, out_piece },
+    { ranks_pieces, sum_piece },
     { rows_of, after_attention_piece },
     { glu_pieces, glu_piece },
     { down_pieces, down_piece },
+    { ranks_pieces, sum_piece },
     { rows_of, after_ffn_piece },
     { wanted_of, last_norm_piece },
     { head_pieces, head_piece },
+    { ranks_pieces, gather_piece },
 };
 enum { STAGES = sizeof stages / sizeof *stages };
 
@@ -859,6 +918,7 @@ static bool open_parts(struct cpu *c, const struct backend_options *o, struct er
     c->scratch = alloc_zeroed(threads, sizeof *c->scratch, "the threads' scratch", e);
     if (!c->layers || !c->scratch || !load_vectors(c, e) || !load_weights(c, o->progress, e)) return false;
     c->max_rows = o->max_rows;
+    c->comm = o->comm;
     c->split_tokens = o->max_sequences < SPLIT_TOKENS ? (size_t)o->max_sequences : SPLIT_TOKENS;
     c->max_splits = (size_t)(o->max_seen / KV_SPLIT + 4);
     size_t most = TEAM_PIECES / (c->max_splits * m->n_kv);

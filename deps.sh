@@ -33,7 +33,11 @@ for task in "$@"; do
             missing="$missing python3-venv" ;;
     test | test-c)
         library cmocka cmocka.h libcmocka-dev
-        [ "$task" = test-c ] || command -v g++ >/dev/null || missing="$missing g++"    # the CUDA emulator's tests
+        if [ "$task" = test ]; then    # the CUDA emulator's tests, and those of several processes
+            command -v g++ >/dev/null || missing="$missing g++"
+            library ompi-c mpi.h libopenmpi-dev
+            command -v mpirun >/dev/null || missing="$missing openmpi-bin"
+        fi
         [ "$task" = test-c ] || python3 -c 'import ensurepip' 2>/dev/null || missing="$missing python3-venv" ;;
     *) echo "deps.sh: unknown task $task" >&2; exit 2 ;;
     esac

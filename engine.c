@@ -1,6 +1,7 @@
 /* engine.c - sequences over one page pool and one backend: what of a sequence is in the cache, and what is computed
  * next. */
 #include "engine.h"
+#include "ranks.h"
 
 #include <nettle/sha2.h>
 #include <stdlib.h>
@@ -113,7 +114,7 @@ bool engine_estimate(const struct model *m, const struct engine_options *o, stru
 static _Thread_local void (*progress_of_load)(const char *, double);
 static void load_progress(double done) { progress_of_load("loading", done); }
 
-bool engine_open(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e)
+static bool open_part(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e)
 {
     struct plan p;
     struct engine *g = alloc_zeroed(1, sizeof *g, "the engine", e);
@@ -138,13 +139,44 @@ bool engine_open(struct engine **out, const struct model *m, const struct engine
     if (!g->rows || !g->views || !g->step) goto bad;
     progress_of_load = o->progress;
     struct backend_options bo = { o->threads, g->max_rows, o->max_sequences, p.seen,
-                                  o->progress ? load_progress : NULL };
+                                  o->progress ? load_progress : NULL, o->comm };
     if (!cpu_open(&g->b, m, &bo, e)) goto bad;
     *out = g;
     return true;
 bad:
     engine_close(g);
     return false;
+}
+
+bool engine_open(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e)
+{
+    *out = NULL;
+    if (comm_size(o->comm) == 1) return open_part(out, m, o, e);
+    struct engine_options told = *o;   /* what is told of a function's address is never used */
+    if (comm_rank(o->comm) == 0) ranks_tell(o->comm, &told, sizeof told);
+    bool ok = comm_agree(o->comm, open_part(out, m, o, e), e);
+    ok = ok && (comm_rank(o->comm) || ranks_lead(&(*out)->b, o->comm, (*out)->main, (*out)->raw, e));
+    if (!ok) engine_close(*out), *out = NULL;
+    return ok;
+}
+
+bool engine_wait(struct comm *comm, struct engine_options *o)
+{
+    struct bytes told = { 0 };
+    struct error e = { 0 };
+    bool more = ranks_hear(comm, &told, &e);
+    if (more) {
+        memcpy(o, told.data, sizeof *o);
+        o->comm = comm;
+        o->progress = NULL;
+    }
+    bytes_free(&told);
+    return more;
+}
+
+bool engine_serve(struct engine *g, struct error *e)
+{
+    return ranks_follow(g->b, g->o.comm, g->main, g->raw, g->max_rows, g->o.max_sequences, e);
 }
 
 void engine_close(struct engine *g)

@@ -17,6 +17,7 @@ struct engine_options {
     int window, sinks;                 /* keep the last `window` tokens and the first `sinks`; window 0 = keep all */
     bool cache;                        /* false: --no-kv-cache, everything is computed again at each step */
     void (*progress)(const char *what, double done);   /* load and prefill, 0..1; may be NULL */
+    struct comm *comm;                 /* the ranks that hold the model's other parts; NULL = it is whole */
 };
 
 struct engine;
@@ -29,6 +30,12 @@ void engine_close(struct engine *g);
 const struct model *engine_model(const struct engine *g);
 int64_t engine_ctx(const struct engine *g);
 const struct backend *engine_backend(const struct engine *g);
+
+/* With a model in parts, rank 0 uses the engine as ever. The other ranks wait for the options that its engine_open is
+ * called with (false: there will be none, by ranks_tell of nothing), call engine_open with these and the same model's part,
+ * and compute their parts in engine_serve until rank 0 closes its engine. */
+bool engine_wait(struct comm *comm, struct engine_options *o);
+bool engine_serve(struct engine *g, struct error *e);
 
 struct kv_usage { size_t bytes_used, bytes_reserved, bytes_per_token; int pages; };
 struct kv_usage engine_kv_usage(const struct engine *g);

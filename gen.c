@@ -5,6 +5,7 @@
 #include "bench.h"
 #include "chat.h"
 #include "chat_session.h"
+#include "comm.h"
 #include "engine.h"
 #include "gguf.h"
 #include "input.h"
@@ -14,6 +15,7 @@
 #include "options.h"
 #include "output.h"
 #include "memory.h"
+#include "ranks.h"
 #include "result.h"
 #include "sampler.h"
 #include "tokenizer.h"
@@ -40,6 +42,7 @@ struct program {
     struct gguf *file;                 /* until the model owns it */
     struct tokenizer *tokenizer;
     struct model *model;
+    struct comm *comm;                 /* the processes among which the model is divided; NULL = one */
     struct engine *engine;
     struct sequence *sequence;
     struct sampler *sampler;
@@ -68,6 +71,9 @@ static void on_signal(int number)
     caught = number;
     stop_now = 1;
 }
+
+/* Is standard output read by a person? mpirun hands every rank a terminal of its own and passes on what it says. */
+static bool on_terminal(const struct program *p) { return isatty(STDOUT_FILENO) && !p->comm; }
 
 /* From now on a signal ends the run in order; a second one ends the program at once. */
 static void catch_signals(void)
@@ -306,7 +312,7 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
         .max_sequences = p->o.mode == MODE_BATCH ? p->o.parallel : 1, .layout = p->o.layout,
         .page_size = p->o.page_size, .type_k = p->o.type_k, .type_v = p->o.type_v, .window = p->o.window,
         .sinks = p->o.sinks, .cache = !p->o.no_kv_cache,
-        .progress = progress,
+        .progress = progress, .comm = p->comm,
     };
 }
 
@@ -314,7 +320,7 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
 static bool open_model(struct program *p, int64_t ctx, struct error *e)
 {
     char remark[200] = "";
-    struct model_options mo = { p->o.rope_freq_base, p->o.rope_scale, (int)ctx };
+    struct model_options mo = { p->o.rope_freq_base, p->o.rope_scale, (int)ctx, comm_rank(p->comm), comm_size(p->comm) };
     struct gguf *file = p->file;
     p->file = NULL;
     if (!model_open(&p->model, file, &mo, remark, e)) return false;
@@ -378,7 +384,7 @@ static bool use_color(const struct program *p)
 {
     const char *no_color = getenv("NO_COLOR");
     if (p->o.color != COLOR_AUTO) return p->o.color == COLOR_ALWAYS;
-    return isatty(STDOUT_FILENO) && !(no_color && *no_color);
+    return on_terminal(p) && !(no_color && *no_color);
 }
 
 static bool show_prompt_before_answer(const struct program *p, struct error *e)
@@ -386,7 +392,7 @@ static bool show_prompt_before_answer(const struct program *p, struct error *e)
     struct bytes out = { 0 };
     bool color = use_color(p);
     bool ok = (!color || bytes_add(&out, "\033[32m", 5))
-           && (isatty(STDOUT_FILENO) ? visible_add(&out, p->prompt.data, p->prompt.len)
+           && (on_terminal(p) ? visible_add(&out, p->prompt.data, p->prompt.len)
                                      : bytes_add(&out, p->prompt.data, p->prompt.len))
            && (!color || bytes_add(&out, "\033[0m", 4));
     ok = ok ? output_write(out.data, out.len, e) : fail(e, GEN_RUN, "cannot allocate memory for the prompt");
@@ -414,7 +420,7 @@ static bool prepare(struct program *p, struct error *e)
     struct options *o = &p->o;
     if (!choose_seed(p, e)) return false;
     p->logprobs.n_top = o->logprobs;
-    bool terminal = isatty(STDOUT_FILENO);
+    bool terminal = on_terminal(p);
     struct stream_options so = { .tokenizer = p->tokenizer, .stops = &o->stops, .at_start = p->prompt.len == 0,
                                  .print = !o->json, .visible = terminal };
     return sampler_open(&p->sampler, &o->sampling, p->model->n_vocab, e) && stream_open(&p->stream, &so, e);
@@ -453,7 +459,7 @@ static bool generate(struct program *p, struct error *e)
     bool ok = decode(p, e);
     ok = stream_end(p->stream, ok ? e : &later) && ok;
     r->decode_s = now_seconds() - start - r->prefill_s;
-    if (isatty(STDOUT_FILENO) && !p->o.json && !stream_at_line_start(p->stream))
+    if (on_terminal(p) && !p->o.json && !stream_at_line_start(p->stream))
         ok = output_write("\n", 1, ok ? e : &later) && ok;
     return ok;
 }
@@ -512,7 +518,8 @@ static bool run_session(struct program *p, struct error *e)
     struct chat_session session = {
         .options = o, .tokenizer = p->tokenizer, .engine = p->engine, .conversation = p->conversation,
         .first = o->text || o->prompt || o->file ? p->prompt.data : NULL, .n_first = p->prompt.len,
-        .once = o->single_turn, .color = use_color(p), .read_file = input_read, .progress = progress,
+        .once = o->single_turn, .color = use_color(p), .terminal = on_terminal(p),
+        .read_file = input_read, .progress = progress,
     };
     bool ok = chat_session_run(&session, &signal, e);
     caught = signal;
@@ -655,7 +662,7 @@ static bool run_show_prompt(struct program *p, struct error *e)
         bool spelled = p->prompt.len >= text.len && memcmp(p->prompt.data, text.ptr, text.len) == 0;
         ok = (spelled && !p->o.no_parse_special) || output_write(text.ptr, text.len, e);
     }
-    return ok && output_write(p->prompt.data, p->prompt.len, e) && (!isatty(STDOUT_FILENO) || output_write("\n", 1, e));
+    return ok && output_write(p->prompt.data, p->prompt.len, e) && (!on_terminal(p) || output_write("\n", 1, e));
 }
 
 static bool run_dump_tokens(struct program *p, struct error *e)
@@ -738,6 +745,44 @@ static bool run_check_tensors(struct program *p, struct error *e)
     return ok && print(&out, e);
 }
 
+/* ---- several processes ------------------------------------------------------------------------------------------ */
+
+/* Joins the ranks that hold the parts of the model. */
+static bool join_ranks(struct program *p, struct error *e)
+{
+    int n = p->o.tensor_parallel;
+    if (n == 1) return true;
+    if (!comm_open(&p->comm, e)) return false;
+    int rank = comm_rank(p->comm), size = comm_size(p->comm);
+    if (size == n) return true;
+    comm_close(p->comm);
+    p->comm = NULL;
+    fail(e, GEN_USAGE, "--tensor-parallel %d needs as many processes, but there are %d: start them with mpirun -n %d", n,
+         size, n);
+    if (rank > 0) e->code = GEN_OK;    /* rank 0 says it */
+    return false;
+}
+
+/* A rank that computes its part of what rank 0 does, and then ends with it. */
+static bool run_follower(struct program *p, struct error *e)
+{
+    struct engine_options eo;
+    signal(SIGINT, SIG_IGN);           /* rank 0 ends the run in order */
+    signal(SIGTERM, SIG_IGN);
+    p->o.quiet = true;
+    while (engine_wait(p->comm, &eo)) {
+        bool opened = (p->model || (open_file(p, e) && open_model(p, p->o.ctx, e))) || comm_agree(p->comm, false, e);
+        if (!opened || !engine_open(&p->engine, p->model, &eo, e)) continue;   /* rank 0 says why */
+        if (!engine_serve(p->engine, e)) {
+            fprintf(stderr, "gen: rank %d: %s\n", comm_rank(p->comm), e->text);
+            comm_abort(p->comm, e->code);
+        }
+        engine_close(p->engine);
+        p->engine = NULL;
+    }
+    return true;
+}
+
 static bool run_help(struct program *p, struct error *e)
 {
     struct bytes out = { 0 };
@@ -779,6 +824,8 @@ static void close_program(struct program *p)
     ids_free(&p->tokens);
     bytes_free(&p->prompt);
     options_free(&p->o);
+    if (p->comm && comm_rank(p->comm) == 0) ranks_tell(p->comm, NULL, 0);
+    comm_close(p->comm);
 }
 
 /* A standard file that is closed must not become the number of another file; using it stays an error. */
@@ -809,7 +856,7 @@ int main(int argc, char **argv)
     output_until(&stop_now);
     bool ok = options_parse(&p.o, argc, argv, &e);
     bar.wanted = ok && !p.o.quiet && isatty(STDERR_FILENO);
-    ok = ok && tasks[p.o.mode](&p, &e);
+    ok = ok && join_ranks(&p, &e) && (comm_rank(p.comm) ? run_follower : tasks[p.o.mode])(&p, &e);
     if (bar.shown) fputs("\r\033[K", stderr);
     close_program(&p);
     if (caught) {

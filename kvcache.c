@@ -83,8 +83,7 @@ static unsigned char *page_at(const struct kv_pool *p, int32_t page)
     return p->base + (size_t)page * kv_page_bytes(&p->shape);
 }
 
-/* Copies the tiles that hold a page's first `tokens` tokens. */
-static void copy_page(const struct kv_pool *p, int32_t to, int32_t from, int64_t tokens)
+void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tokens)
 {
     const struct kv_shape *s = &p->shape;
     size_t tiles = s->page_size / KV_BLOCK, used = (size_t)(tokens + KV_BLOCK - 1) / KV_BLOCK;
@@ -97,6 +96,7 @@ static void copy_page(const struct kv_pool *p, int32_t to, int32_t from, int64_t
             dst += tiles * plane[i % 2];
             src += tiles * plane[i % 2];
         }
+    if (p->copied) p->copied(p->copied_user, p, to, from, tokens);
 }
 
 bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to)
@@ -106,7 +106,7 @@ bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t 
     if (want > t->cap || kv_table_needs(t, p, from, to) > p->n_free) return false;
     if (not_own(t, p, from)) {
         int32_t *page = &t->pages[from / p->shape.page_size], own = take(p);
-        if (*page >= 0) copy_page(p, own, *page, from % p->shape.page_size);
+        if (*page >= 0) kv_pool_copy(p, own, *page, from % p->shape.page_size);
         give_back(p, page);
         *page = own;
     }

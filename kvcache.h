@@ -171,10 +171,15 @@ struct kv_pool {
     int n_pages, n_free;
     int32_t *free;                     /* stack of free page ids */
     int32_t *refs;                     /* [n_pages] owners of each page */
+    /* Called after kv_pool_copy, for memory elsewhere that holds the same pages; NULL = there is none. */
+    void (*copied)(void *user, const struct kv_pool *p, int32_t to, int32_t from, int64_t tokens);
+    void *copied_user;
 };
 
 bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, struct error *e);
 void kv_pool_close(struct kv_pool *p);
+/* Copies the tiles that hold a page's first `tokens` tokens to another page. */
+void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tokens);
 
 /* A sequence's pages in one pool. */
 struct kv_table {

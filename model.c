@@ -277,7 +277,7 @@ static bool bind_matrix(const struct model *m, int layer, const char *name, uint
 {
     char full[96];
     snprintf(full, sizeof full, "blk.%d.%s.weight", layer, name);
-    *out = (struct matrix){ NULL, 0, rows, columns };
+    *out = (struct matrix){ NULL, 0, rows, columns, 0 };
     return bind(m, full, rows, columns, false, &out->tensor, e);
 }
 
@@ -290,9 +290,9 @@ static bool bind_attention(struct model *m, int i, struct layer *l, struct error
     if (m->arch->fused && gguf_tensor(m->file, fused)) {
         struct matrix all;
         if (!bind_matrix(m, i, "attn_qkv", nq + nk + nv, E, &all, e)) return false;
-        l->q = (struct matrix){ all.tensor, 0, nq, E };
-        l->k = (struct matrix){ all.tensor, nq, nk, E };
-        l->v = (struct matrix){ all.tensor, nq + nk, nv, E };
+        l->q = (struct matrix){ all.tensor, 0, nq, E, 0 };
+        l->k = (struct matrix){ all.tensor, nq, nk, E, 0 };
+        l->v = (struct matrix){ all.tensor, nq + nk, nv, E, 0 };
     } else if (!bind_matrix(m, i, "attn_q", nq, E, &l->q, e) || !bind_matrix(m, i, "attn_k", nk, E, &l->k, e) ||
                !bind_matrix(m, i, "attn_v", nv, E, &l->v, e)) return false;
     bool no_bias = !m->arch->qkv_bias, no_norm = !m->arch->qk_norm;
@@ -314,8 +314,8 @@ static bool bind_ffn(struct model *m, int i, struct layer *l, struct error *e)
     if (m->arch->fused) {
         struct matrix both;
         if (!bind_matrix(m, i, "ffn_up", 2 * F, E, &both, e)) return false;
-        l->gate = (struct matrix){ both.tensor, 0, F, E };
-        l->up = (struct matrix){ both.tensor, F, F, E };
+        l->gate = (struct matrix){ both.tensor, 0, F, E, 0 };
+        l->up = (struct matrix){ both.tensor, F, F, E, 0 };
     } else if (!bind_matrix(m, i, "ffn_gate", F, E, &l->gate, e) || !bind_matrix(m, i, "ffn_up", F, E, &l->up, e)) {
         return false;
     }
@@ -338,7 +338,7 @@ static bool bind_all(struct model *m, struct error *e)
     if (words && words->type == GGUF_ARRAY && words->count != (uint64_t)m->n_vocab)
         return fail(e, GEN_MODEL, "%s: the tokenizer has %llu words but token_embd.weight has %d rows",
                     gguf_path(m->file), (unsigned long long)words->count, m->n_vocab);
-    m->embd = m->out = (struct matrix){ embd, 0, m->n_vocab, m->n_embd };
+    m->embd = m->out = (struct matrix){ embd, 0, m->n_vocab, m->n_embd, 0 };
     if (!bind(m, "token_embd.weight", m->n_vocab, m->n_embd, false, &m->embd.tensor, e)) return false;
     const struct gguf_tensor *out = NULL;
     if (!bind(m, "output.weight", m->n_vocab, m->n_embd, true, &out, e)) return false;
@@ -349,6 +349,73 @@ static bool bind_all(struct model *m, struct error *e)
         struct layer *l = &m->layers[i];
         if (!bind_attention(m, i, l, e) || !bind_ffn(m, i, l, e)) return false;
     }
+    return true;
+}
+
+/* ---- one part of several ---------------------------------------------------------------------------------------- */
+
+/* Keeps rows [first, first + n) of a matrix. */
+static void keep_rows(struct matrix *x, uint64_t first, uint64_t n)
+{
+    x->row0 += first;
+    x->rows = n;
+}
+
+/* Keeps columns [first, first + n), which are whole blocks. */
+static bool keep_columns(const struct model *m, struct matrix *x, uint64_t first, uint64_t n, struct error *e)
+{
+    uint64_t block = (uint64_t)type_info(x->tensor->type)->block;
+    if (first % block || n % block)
+        return fail(e, GEN_USAGE, "%s: tensor %.*s of type %s cannot be divided among %d ranks: its blocks have %d columns",
+                    gguf_path(m->file), (int)x->tensor->name.len, x->tensor->name.ptr, type_name(x->tensor->type),
+                    m->ranks, (int)block);
+    x->col0 = first;
+    x->columns = n;
+    return true;
+}
+
+/* The rank's part of n things that come in units: [*first, *first + result). */
+static uint64_t share_of(const struct model *m, uint64_t n, uint64_t unit, uint64_t *first)
+{
+    uint64_t units = n / unit;
+    *first = units * m->rank / m->ranks * unit;
+    return units * (m->rank + 1) / m->ranks * unit - *first;
+}
+
+/* Megatron's division (Shoeybi et al. 2019): heads and feed-forward columns by rank, so that only the outputs of `o`
+ * and `down` are to be summed; and the vocabulary's rows. */
+static bool keep_part(struct model *m, const struct model_options *o, struct error *e)
+{
+    m->rank = o->rank;
+    m->ranks = o->ranks > 1 ? o->ranks : 1;
+    if (m->ranks == 1) return true;
+    if (m->n_kv % m->ranks)
+        return fail(e, GEN_USAGE, "%d key/value heads cannot be divided among %d ranks: choose a --tensor-parallel "
+                    "that divides them", m->n_kv, m->ranks);
+    m->n_head /= m->ranks, m->n_kv /= m->ranks;
+    m->head0 = m->rank * m->n_head, m->kv0 = m->rank * m->n_kv;
+    uint64_t q = (uint64_t)m->n_head * m->head_k, k = (uint64_t)m->n_kv * m->head_k, v = (uint64_t)m->n_kv * m->head_v;
+    uint64_t att = (uint64_t)m->n_head * m->head_v, first, n, block = 1;
+    for (int i = 0; i < m->n_layer; i++) {
+        uint64_t b = (uint64_t)type_info(m->layers[i].down.tensor->type)->block;
+        if (b > block) block = b;
+    }
+    if (block < 32 && m->n_ff % 32 == 0) block = 32;   /* what activations are quantised by */
+    n = share_of(m, m->n_ff, block, &first);
+    if (n == 0) return fail(e, GEN_USAGE, "%d feed-forward columns are too few for %d ranks", m->n_ff, m->ranks);
+    for (int i = 0; i < m->n_layer; i++) {
+        struct layer *l = &m->layers[i];
+        keep_rows(&l->q, m->rank * q, q);
+        keep_rows(&l->k, m->rank * k, k);
+        keep_rows(&l->v, m->rank * v, v);
+        keep_rows(&l->gate, first, n);
+        keep_rows(&l->up, first, n);
+        if (!keep_columns(m, &l->o, m->rank * att, att, e) || !keep_columns(m, &l->down, first, n, e)) return false;
+    }
+    m->n_ff = (int)n;
+    n = share_of(m, m->n_vocab, 1, &first);
+    if (n == 0) return fail(e, GEN_USAGE, "a vocabulary of %d is too small for %d ranks", m->n_vocab, m->ranks);
+    keep_rows(&m->out, first, n);
     return true;
 }
 
@@ -401,7 +468,7 @@ bool model_open(struct model **out, struct gguf *g, const struct model_options *
         !read_rope(m, o, e))
         goto bad;
     m->layers = alloc_zeroed(m->n_layer, sizeof *m->layers, "the layers", e);
-    if (!m->layers || !mark_local(m, e) || !bind_all(m, e)) goto bad;
+    if (!m->layers || !mark_local(m, e) || !bind_all(m, e) || !keep_part(m, o, e)) goto bad;
     *out = m;
     return true;
 bad:

@@ -19,8 +19,11 @@ struct rope {
     float scale;                       /* YaRN / longrope magnitude; 1 otherwise */
 };
 
+/* Rows [row0, row0 + rows) and columns [col0, col0 + columns) of a tensor: the whole, a part of a fused tensor, or what
+ * one of several processes holds. col0 and columns are whole blocks. */
+struct matrix { const struct gguf_tensor *tensor; uint64_t row0, rows, columns, col0; };
+
 /* One layer's weights. NULL = the architecture has none. Several fields with `row0` refer to a fused tensor. */
-struct matrix { const struct gguf_tensor *tensor; uint64_t row0, rows, columns; };
 
 struct layer {
     const struct gguf_tensor *attn_norm;           /* [n_embd] */
@@ -59,12 +62,17 @@ struct model {
     const struct gguf_tensor *out_norm;/* [n_embd] */
     const struct gguf_tensor *out_bias;/* [n_vocab] */
     struct layer *layers;              /* [n_layer] */
+    /* One of `ranks` parts: n_head, n_kv, n_ff and the matrices are the part's, and so are the biases of q, k and v from
+     * their first head on. The outputs of `o` and `down` are then sums over the ranks, and `out` has some of the rows. */
+    int rank, ranks;
+    int head0, kv0;                    /* first of the part's query and KV heads */
 };
 
 struct model_options {
     double rope_freq_base;             /* 0 = the file's */
     double rope_scale;                 /* 0 = the file's; positions are divided by it (linear scaling) */
     int ctx;                           /* the context to be used (0 = the model's): chooses longrope's factors once */
+    int rank, ranks;                   /* the part of the model that is wanted; ranks 0 or 1 = the whole */
 };
 
 /* Binds the file's tensors, checks every shape against the hyper-parameters. Keeps g (closed by model_close). *note

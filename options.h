@@ -66,7 +66,7 @@ struct options {
     /* model */
     const char *model;
     bool no_mmap;
-    int threads, batch, backend;
+    int threads, batch, backend, tensor_parallel;
     double rope_freq_base, rope_scale; /* 0 = the file's */
     /* prompt */
     const char *prompt, *file;

@@ -8,8 +8,8 @@ from conftest import ROOT
 # which all may.
 MAY_INCLUDE = {
     # the program
-    "gen": "answer batch bench chat engine gguf input inspect lookup measure memory model options output probe result"
-           " sampler tokenizer usage",
+    "gen": "answer batch bench chat comm engine gguf input inspect lookup measure memory model options output probe"
+           " ranks result sampler tokenizer usage",
     "usage": "options",
     "output": "options tokenizer",
     "options": "sampler",
@@ -23,7 +23,7 @@ MAY_INCLUDE = {
     "journal": "output",
     "result": "engine json sampler tokenizer",
     "chat": "answer engine gguf jinja json line options output sampler tokenizer",
-    "engine": "model kvcache kvstore backend lookup",
+    "engine": "model kvcache kvstore backend lookup comm ranks",
     # its parts
     "input": "",
     "jinja": "tokenizer",
@@ -42,7 +42,8 @@ MAY_INCLUDE = {
     "base": "",
     # the machine
     "backend": "kvcache model",
-    "cpu": "backend model kvcache quant kernels threads",
+    "ranks": "backend comm kvcache",
+    "cpu": "backend comm model kvcache quant kernels threads",
     "kernels": "kvcache model quant",
     "threads": "",
     "kvcache": "",

@@ -1,0 +1,137 @@
+/* comm.c - MPI where gen is built with it, otherwise one process. */
+#include "comm.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#ifdef GEN_MPI
+
+#include <mpi.h>
+
+enum { PIECE = 1 << 16,                /* floats of one exchange: bounds its memory */
+       MESSAGE = 1 << 26 };            /* bytes of one MPI message, whose counts are ints */
+enum { TAG_LENGTH = 1, TAG_DATA };
+
+struct comm {
+    int rank, size;
+    float *all;                        /* [size][PIECE] every rank's part of an exchange */
+};
+
+bool comm_open(struct comm **out, struct error *e)
+{
+    int level = MPI_THREAD_SINGLE, size = 1;
+    if (MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level) != MPI_SUCCESS || level < MPI_THREAD_SERIALIZED)
+        return fail(e, GEN_RUN, "MPI does not allow calls from several threads in turn: install one that does");
+    struct comm *c = alloc_zeroed(1, sizeof *c, "the group of processes", e);
+    if (!c) return false;
+    MPI_Comm_rank(MPI_COMM_WORLD, &c->rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    c->size = size;
+    c->all = alloc_zeroed((size_t)size * PIECE, sizeof *c->all, "what the processes exchange", e);
+    if (!c->all) return free(c), false;
+    *out = c;
+    return true;
+}
+
+void comm_close(struct comm *c)
+{
+    if (!c) return;
+    MPI_Finalize();
+    free(c->all);
+    free(c);
+}
+
+void comm_abort(struct comm *c, int code)
+{
+    (void)c;
+    MPI_Abort(MPI_COMM_WORLD, code);
+    _exit(code);
+}
+
+int comm_rank(const struct comm *c) { return c ? c->rank : 0; }
+int comm_size(const struct comm *c) { return c ? c->size : 1; }
+
+void comm_gather(struct comm *c, const float *x, size_t n, float *out)
+{
+    for (size_t at = 0; at < n; at += PIECE) {
+        size_t k = n - at < PIECE ? n - at : PIECE;
+        MPI_Allgather(x + at, (int)k, MPI_FLOAT, c->all, (int)k, MPI_FLOAT, MPI_COMM_WORLD);
+        for (int r = 0; r < c->size; r++) memcpy(out + (size_t)r * n + at, c->all + (size_t)r * k, k * sizeof *x);
+    }
+}
+
+void comm_sum(struct comm *c, float *x, size_t n)
+{
+    for (size_t at = 0; at < n; at += PIECE) {
+        size_t k = n - at < PIECE ? n - at : PIECE;
+        MPI_Allgather(x + at, (int)k, MPI_FLOAT, c->all, (int)k, MPI_FLOAT, MPI_COMM_WORLD);
+        memcpy(x + at, c->all, k * sizeof *x);
+        for (int r = 1; r < c->size; r++)
+            for (size_t i = 0; i < k; i++) x[at + i] += c->all[(size_t)r * k + i];
+    }
+}
+
+void comm_share(struct comm *c, void *data, size_t n)
+{
+    (void)c;
+    for (size_t at = 0; at < n; at += MESSAGE)
+        MPI_Bcast((char *)data + at, (int)(n - at < MESSAGE ? n - at : MESSAGE), MPI_BYTE, 0, MPI_COMM_WORLD);
+}
+
+bool comm_agree(struct comm *c, bool ok, struct error *e)
+{
+    int failed = ok ? c->size : c->rank, first;
+    MPI_Allreduce(&failed, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+    if (first == c->size) return true;
+    struct error theirs = *e;
+    MPI_Bcast(&theirs, sizeof theirs, MPI_BYTE, first, MPI_COMM_WORLD);
+    return fail(e, theirs.code, "rank %d: %s", first, theirs.text);
+}
+
+void comm_send(struct comm *c, int to, const void *data, size_t n)
+{
+    uint64_t length = n;
+    (void)c;
+    MPI_Send(&length, 1, MPI_UINT64_T, to, TAG_LENGTH, MPI_COMM_WORLD);
+    for (size_t at = 0; at < n; at += MESSAGE)
+        MPI_Send((const char *)data + at, (int)(n - at < MESSAGE ? n - at : MESSAGE), MPI_BYTE, to, TAG_DATA,
+                 MPI_COMM_WORLD);
+}
+
+int comm_receive(struct comm *c, int from, struct bytes *out)
+{
+    uint64_t length = 0;
+    MPI_Status status;
+    (void)c;
+    MPI_Recv(&length, 1, MPI_UINT64_T, from < 0 ? MPI_ANY_SOURCE : from, TAG_LENGTH, MPI_COMM_WORLD, &status);
+    char *data = realloc(out->data, length + 1);
+    if (!data) return -1;
+    for (size_t at = 0; at < length; at += MESSAGE)
+        MPI_Recv(data + at, (int)(length - at < MESSAGE ? length - at : MESSAGE), MPI_BYTE, status.MPI_SOURCE, TAG_DATA,
+                 MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    data[length] = 0;
+    *out = (struct bytes){ data, length, length + 1 };
+    return status.MPI_SOURCE;
+}
+
+#else
+
+bool comm_open(struct comm **out, struct error *e)
+{
+    *out = NULL;
+    return fail(e, GEN_USAGE, "this gen was built without MPI: install libopenmpi-dev and build it again");
+}
+
+void comm_close(struct comm *c) { (void)c; }
+void comm_abort(struct comm *c, int code) { (void)c; _exit(code); }
+int comm_rank(const struct comm *c) { (void)c; return 0; }
+int comm_size(const struct comm *c) { (void)c; return 1; }
+void comm_gather(struct comm *c, const float *x, size_t n, float *out) { (void)c; memcpy(out, x, n * sizeof *x); }
+void comm_sum(struct comm *c, float *x, size_t n) { (void)c; (void)x; (void)n; }
+void comm_share(struct comm *c, void *data, size_t n) { (void)c; (void)data; (void)n; }
+bool comm_agree(struct comm *c, bool ok, struct error *e) { (void)c; (void)e; return ok; }
+void comm_send(struct comm *c, int to, const void *data, size_t n) { (void)c; (void)to; (void)data; (void)n; }
+int comm_receive(struct comm *c, int from, struct bytes *out) { (void)c; (void)from; (void)out; return -1; }
+
+#endif

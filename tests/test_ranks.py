@@ -1,0 +1,138 @@
+"""--tensor-parallel: a model divided over the processes of mpirun says the same, within a bound, and the same bits each
+time. Needs Open MPI."""
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+from conftest import GEN, run_program
+from make_model import random_model
+
+MPIRUN = shutil.which("mpirun")
+# As in a text that a model was made for, the sums' order changes the seventh digit; a cache of 16 bits makes more of it.
+BOUND = {"f32": 1e-4, "f16": 2e-3, "int8": 2e-2, "int4": 2e-1}
+
+
+@pytest.fixture(scope="module")
+def mpi(gen):
+    if not MPIRUN:
+        pytest.skip("mpirun is not there (Debian: openmpi-bin)")
+    if "without MPI" in gen("--tensor-parallel", "2", "-m", "none", "-p", "x").err:
+        pytest.skip("gen was built without MPI (Debian: libopenmpi-dev)")
+
+    def command(ranks, *args):
+        root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+        return [MPIRUN, *root, "--oversubscribe", "-n", str(ranks), GEN, "--tensor-parallel", str(ranks), "-t", "1", *args]
+
+    def run(ranks, *args, **how):
+        return run_program(command(ranks, *map(str, args)), timeout=120, **how)
+    run.command = command
+    return run
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("ranks"), {}
+
+    def make(**how):
+        key = tuple(sorted(how.items()))
+        if key not in made:
+            made[key] = folder / f"{len(made)}.gguf"
+            random_model(made[key], **how)
+        return made[key]
+    return make
+
+
+def answer(text):
+    return json.loads(text)
+
+
+ASK = ["-p", "a prompt that is longer than one block of the cache, so that some are sealed", "-n", "24", "--temp", "0",
+       "--ignore-eos", "--logprobs", "3", "--json", "-q"]
+
+
+def close(one, other, bound):
+    """Log-probabilities as long as the texts are the same; how many tokens that is."""
+    for n, (a, b) in enumerate(zip(one["logprobs"]["content"], other["logprobs"]["content"])):
+        top = {str(t["bytes"]): t["logprob"] for t in b["top_logprobs"]}
+        for t in a["top_logprobs"][:2]:
+            assert abs(t["logprob"] - top.get(str(t["bytes"]), math.inf)) <= bound, (n, t, top)
+        if one["tokens"][n] != other["tokens"][n]:
+            return n
+    return len(one["tokens"])
+
+
+@pytest.mark.parametrize("ranks,kv,weight,cache", [
+    (2, 4, "F32", "f32"), (4, 4, "F32", "f16"), (3, 3, "Q8_0", "f16"), (2, 8, "Q4_0", "int8"), (4, 8, "Q8_0", "int4")])
+def test_parts_say_what_the_whole_says(gen, mpi, models, ranks, kv, weight, cache):
+    m = models(weight=weight, heads=2 * kv, kv_heads=kv, head_k=32, ff=512)
+    words = ["-m", m, "-ctk", cache, "-ctv", cache, *ASK]
+    whole, parts = answer(gen.ok(*words).out), [answer(mpi(ranks, *words).out) for _ in range(2)]
+    assert parts[0]["logits_sha256"] == parts[1]["logits_sha256"]      # the same bits from run to run
+    assert close(whole, parts[0], BOUND[cache] if weight == "F32" else max(BOUND[cache], 5e-2)) >= 1
+    assert parts[0]["kv"]["bytes_used"] * ranks == whole["kv"]["bytes_used"]
+
+
+@pytest.mark.parametrize("arch,ranks", [("qwen2", 2), ("qwen3", 4), ("phi3", 2), ("gemma2", 2), ("gemma3", 4)])
+def test_architectures(gen, mpi, models, arch, ranks):
+    """Biases, norms of heads, fused tensors, windows: each rank takes its own part of them."""
+    m = models(arch=arch, heads=8, kv_heads=4, head_k=32, ff=512, layers=3, window=24, bias=arch == "qwen2")
+    words = ["-m", m, "-ctk", "f32", "-ctv", "f32", *ASK]
+    whole, parts = answer(gen.ok(*words).out), answer(mpi(ranks, *words).out)
+    assert close(whole, parts, 1e-3) >= 1
+
+
+def test_a_text_is_scored_alike(gen, mpi, models, tmp_path):
+    """Prefill in chunks, and a window with sinks."""
+    m = models(weight="F32", heads=8, kv_heads=4, head_k=32, ff=512)
+    text = tmp_path / "text"
+    text.write_text("".join(chr(97 + i * i % 23) for i in range(700)))
+    words = ["-m", m, "--perplexity", text, "-c", "256", "--json", "-ctk", "f32", "-ctv", "f32", "-q"]
+    for more in [], ["--window", "64", "--sinks", "4"]:
+        base = tmp_path / "base"
+        one = answer(gen.ok(*words, *more, "--save-logits", base).out)
+        other = answer(mpi(4, *words, *more, "--kl-base", base).out)
+        assert abs(other["nll"] - one["nll"]) <= 1e-4 and other["kl_mean"] <= 1e-6 and other["top1_agreement"] >= 0.99
+
+
+def test_a_chat_of_several_turns(gen, mpi, models):
+    m = models(weight="F32", heads=8, kv_heads=4, head_k=32, ff=512)
+    words = ["-m", m, "--chat", "--chat-template", "chatml", "-n", "8", "--temp", "0", "-q", "-ctk", "f32", "-ctv", "f32"]
+    assert mpi(2, *words, stdin="one\ntwo\n/undo\nthree\n").out == gen.ok(*words, stdin="one\ntwo\n/undo\nthree\n").out
+
+
+@pytest.mark.parametrize("ranks,more,says", [
+    (3, [], "3 ranks"), (2, ["-c", "2000000000"], "ctx-size"), (2, ["-p", ""], "empty")])
+def test_refusals_are_one_sentence_of_rank_0(mpi, models, ranks, more, says):
+    """And no rank waits for ever."""
+    m = models(weight="F32", heads=8, kv_heads=4, head_k=32, ff=512)
+    r = mpi(ranks, "-m", m, "-p", "x", "-n", "1", "-q", *more)
+    said = [line for line in r.err.splitlines() if line.startswith("gen: ")]
+    assert r.rc in (1, 2, 3) and r.out == b"" and len(said) == 1 and says in said[0], r.err
+
+
+def test_ranks_must_be_as_many_as_said(gen, mpi, models):
+    m = models(weight="F32", heads=8, kv_heads=4, head_k=32, ff=512)
+    assert "mpirun -n 2" in gen.refused("--tensor-parallel", "2", "-m", m, "-p", "x", rc=2)
+    command = mpi.command(2, "-m", str(m), "-p", "x")
+    command[command.index("--tensor-parallel") + 1] = "4"
+    r = run_program(command)
+    assert r.rc == 2 and "there are 2" in r.err
+
+
+def test_a_rank_that_dies_ends_the_run_and_is_named(mpi, models):
+    m = models(weight="F32", heads=8, kv_heads=4, head_k=32, ff=512)
+    command = mpi.command(2, "-m", str(m), "-p", "x", "-n", "4000", "--temp", "0", "--ignore-eos")
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout.read(40)                       # it is generating
+    children = subprocess.run(["pgrep", "-P", str(run.pid), "gen"], capture_output=True, text=True).stdout.split()
+    ranks = {}
+    for pid in children:
+        environment = open(f"/proc/{pid}/environ", "rb").read().split(b"\0")
+        ranks[int(next(v for v in environment if v.startswith(b"OMPI_COMM_WORLD_RANK=")).split(b"=")[1])] = int(pid)
+    os.kill(ranks[1], signal.SIGKILL)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode != 0 and b"rank 1" in err, err
