@@ -64,7 +64,7 @@ CUDA_LIBS := $(if $(CUDA_OBJECTS),-L$(CUDA_HOME)/lib64 -L$(CUDA_HOME)/lib -lcuda
 
 # The emulator: the same sources compiled by g++, whose checks before each access to memory call tests/emulator, so that
 # the tests run them without a GPU. -O1 and no scalar replacement: a 16-byte load stays one.
-EMULATE := -std=gnu++17 -g -ffp-contract=off -pthread -Wall -Wextra -fno-extern-tls-init -Itests/emulator
+EMULATE := -std=gnu++17 -g -ffp-contract=off -pthread -Wall -Wextra -Wno-unknown-pragmas -fno-extern-tls-init -Itests/emulator
 CHECKED := -O1 -fno-tree-sra -fsanitize=thread,alignment,bounds --param tsan-instrument-func-entry-exit=0
 
 # ---- what there is

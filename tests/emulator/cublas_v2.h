@@ -2,6 +2,8 @@
 #ifndef EMULATOR_CUBLAS_V2_H
 #define EMULATOR_CUBLAS_V2_H
 
+extern "C++" {
+
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "cuda_runtime.h"
@@ -44,4 +46,5 @@ cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t ta
                                           long long stride_c, int count, cublasComputeType_t compute,
                                           cublasGemmAlgo_t algo);
 
+}
 #endif

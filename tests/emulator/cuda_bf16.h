@@ -2,6 +2,8 @@
 #ifndef EMULATOR_CUDA_BF16_H
 #define EMULATOR_CUDA_BF16_H
 
+extern "C++" {
+
 #include "cuda_runtime.h"
 
 namespace emulator {
@@ -37,4 +39,5 @@ static inline float __high2float(__nv_bfloat162 b) { return __bfloat162float(b.y
 static inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 b) { return b.bits; }
 static inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short u) { return __nv_bfloat16(__nv_bfloat16_raw{ u }); }
 
+}
 #endif

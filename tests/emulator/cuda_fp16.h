@@ -2,6 +2,8 @@
 #ifndef EMULATOR_CUDA_FP16_H
 #define EMULATOR_CUDA_FP16_H
 
+extern "C++" {
+
 #include "cuda_runtime.h"
 
 namespace emulator {
@@ -89,4 +91,5 @@ static inline __half2 __hfma2(__half2 a, __half2 b, __half2 c)
     return __half2(__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y));
 }
 
+}
 #endif

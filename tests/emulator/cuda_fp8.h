@@ -2,6 +2,8 @@
 #ifndef EMULATOR_CUDA_FP8_H
 #define EMULATOR_CUDA_FP8_H
 
+extern "C++" {
+
 #include "cuda_fp16.h"
 
 namespace emulator {
@@ -57,4 +59,5 @@ static inline __half2_raw __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t b, __n
              emulator::float_to_half(emulator::e4m3_to_float((uint8_t)(b >> 8))) };
 }
 
+}
 #endif

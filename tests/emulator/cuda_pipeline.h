@@ -3,6 +3,8 @@
 #ifndef EMULATOR_CUDA_PIPELINE_H
 #define EMULATOR_CUDA_PIPELINE_H
 
+extern "C++" {
+
 #include "cuda_runtime.h"
 
 static inline void __pipeline_memcpy_async(void *dst, const void *src, size_t bytes, size_t zeros = 0)
@@ -12,4 +14,5 @@ static inline void __pipeline_memcpy_async(void *dst, const void *src, size_t by
 static inline void __pipeline_commit() { emulator::copy_commit(); }
 static inline void __pipeline_wait_prior(unsigned groups_left) { emulator::copy_wait(groups_left); }
 
+}
 #endif

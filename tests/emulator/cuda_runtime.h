@@ -14,6 +14,9 @@
 #ifndef EMULATOR_CUDA_RUNTIME_H
 #define EMULATOR_CUDA_RUNTIME_H
 
+/* The sources include this from within extern "C" as well, as the toolkit allows. */
+extern "C++" {
+
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -373,4 +376,5 @@ BYTES(__vmins4, int8_t, x < y ? x : y)
 #include "mma_twins.h"
 #include "runtime_api.h"
 
+}
 #endif
