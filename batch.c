@@ -22,9 +22,9 @@ enum {
     MOST_BEHIND = 1024,                /* answers that may wait for the one whose turn it is to be written */
     WAIT_MS = 200                      /* that a signal is noticed after, while no line comes */
 };
-/* A step with rows of prompts may take this many times as long as one without. The longest gap between two tokens is to
- * stay below 3 of them. */
-static const double STRETCH = 2.2;
+/* A step with rows of prompts may take this many times as long as one in which all answers under way are written: the
+ * longest gap between two tokens is to stay below 3 steps, on a machine that has other work now and then. */
+static const double STRETCH = 1.5;
 
 enum state { WAITING, RUNNING, DONE };
 
@@ -113,7 +113,7 @@ static int prompt_rows(const struct scheduler *b, int writing)
     double rows = 0;
     if (c->n >= 3 && spread > 0) {
         double row = (c->n * c->rows_s - c->rows * c->s) / spread, base = (c->s - row * c->rows) / c->n;
-        rows = row > 0 ? (STRETCH - 1) * (fmax(base, 0) + row * writing) / row : most;
+        rows = row > 0 ? (STRETCH * (fmax(base, 0) + row * b->n_slots) - fmax(base, 0)) / row - writing : most;
     }
     if (rows < FEW_ROWS) rows = FEW_ROWS;
     return rows < most ? (int)rows : most;
