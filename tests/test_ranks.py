@@ -136,3 +136,36 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(mpi, models):
     os.kill(ranks[1], signal.SIGKILL)
     out, err = run.communicate(timeout=60)
     assert run.returncode != 0 and b"rank 1" in err, err
+
+
+@pytest.fixture
+def two_hosts(tmp_path):
+    """Two network namespaces that see each other by one cable only; mpirun's words for ranks on both of them."""
+    if os.getuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and iproute2")
+    a, b = f"gen-a{os.getpid()}", f"gen-b{os.getpid()}"
+    agent = tmp_path / "agent"                       # stands for ssh: its first word is the host
+    agent.write_text(f'#!/bin/sh\nshift\nexec ip netns exec {b} unshare --uts sh -c "hostname other; $*"\n')
+    agent.chmod(0o755)
+    try:
+        for words in ([f"netns add {a}", f"netns add {b}", f"link add va netns {a} type veth peer name vb netns {b}"] +
+                      [f"-n {name} addr add 10.77.0.{i}/24 dev v{name[4]}" for i, name in ((1, a), (2, b))] +
+                      [f"-n {name} link set {link} up" for name in (a, b) for link in ("lo", f"v{name[4]}")]):
+            if subprocess.run(["ip", *words.split()], capture_output=True).returncode != 0:
+                pytest.skip("network namespaces cannot be made here")
+        tcp = "--mca btl tcp,self --mca btl_tcp_if_include 10.77.0.0/24 --mca oob_tcp_if_include 10.77.0.0/24"
+        yield (["ip", "netns", "exec", a],
+               f"--host 10.77.0.1:1,10.77.0.2:2 --mca plm_rsh_agent {agent} --mca routed direct {tcp}".split())
+    finally:
+        for name in a, b:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_ranks_on_two_hosts_over_tcp(mpi, models, two_hosts):
+    m = models(weight="Q8_0", heads=6, kv_heads=3, head_k=32, ff=512)
+    here = mpi(3, "-m", m, *ASK)
+    enter, hosts = two_hosts
+    command = mpi.command(3, "-m", str(m), *ASK)
+    r = run_program([*enter, *command[:2], *hosts, *command[2:]], timeout=120)
+    assert r.rc == 0, r.err
+    assert answer(r.out)["logits_sha256"] == answer(here.out)["logits_sha256"]
