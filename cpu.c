@@ -45,7 +45,8 @@ struct cpu {
     float *sink_cs, *sink_sn;                      /* [rows][rope.n / 2] of the position that it sees the sinks from */
     float *qkv, *att, *proj, *gate, *up;           /* [rows][..] outputs of products, and the attention's */
     float *logits;                     /* [LOGIT_ROWS][n_vocab] */
-    float *gathered;                   /* [ranks][n_vocab / ranks, rounded up] one row's logits by rank */
+    float *gathered;                   /* [ranks][..] by rank: one row's logits, or all rows' states */
+    float *states;                     /* [rows][n_head]: m, l, o[head_v] of attention to the own tokens; by_token only */
     struct tile *tiles;
     int *wanted;                       /* [LOGIT_ROWS] rows of the batch */
     float *part;                       /* split attention: see part_at */
@@ -126,7 +127,10 @@ static void carve_all(struct cpu *c, struct carver *v)
     c->gate = carve(v, rows * m->n_ff, sizeof(float));
     c->up = carve(v, rows * m->n_ff, sizeof(float));
     c->logits = carve(v, (size_t)LOGIT_ROWS * m->n_vocab, sizeof(float));
-    c->gathered = carve(v, comm_size(c->comm) > 1 ? m->n_vocab + comm_size(c->comm) : 0, sizeof(float));
+size_t ranks = comm_size(c->comm), states = m->by_token ? rows * m->n_head * (m->head_v + 2) : 0;
+    size_t gathered = ranks == 1 ? 0 : m->n_vocab / ranks + 1 > states ? m->n_vocab / ranks + 1 : states;
+    c->states = carve(v, states, sizeof(float));
+    c->gathered = carve(v, ranks * gathered, sizeof(float));
     c->tiles = carve(v, c->max_rows, sizeof *c->tiles);
     c->wanted = carve(v, LOGIT_ROWS, sizeof *c->wanted);
     c->part = carve(v, c->split_tokens * c->max_splits * m->n_head * (m->head_v + 2), sizeof(float));
@@ -388,6 +392,9 @@ static void row_residual(struct cpu *c, int r, const float *bias, const float *p
 
 static int group_size(const struct model *m) { return m->n_head / m->n_kv; }
 
+/* The rank that holds the tokens of a split, where tokens are divided. */
+static bool is_own(const struct cpu *c, int64_t split) { return !c->m->by_token || split % c->m->ranks == c->m->rank; }
+
 static const struct kv_view *view_of(const struct cpu *c, const struct cpu_layer *l, int r)
 {
     return &c->batch->views[c->batch->rows[r].sequence][l->group];
@@ -486,6 +493,9 @@ static struct splits splits_of(const struct cpu *c, const struct kv_view *v, int
     return s;
 }
 
+/* The number in the sequence of split `i` of `s`. */
+static int64_t split_number(const struct splits *s, int i) { return i < s->sinks ? i : s->first + i - s->sinks; }
+
 /* Fills in the queries of the `n` rows from `row` and KV head `h`: row-major by token, then by query head of the
  * group. */
 static void gather_queries(struct cpu *c, const struct cpu_layer *l, int row, int n, int h,
@@ -509,7 +519,7 @@ static void gather_queries(struct cpu *c, const struct cpu_layer *l, int row, in
 static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct kv_view *view, int h,
                          const struct splits *s, int i, int n_q, struct queries *qs)
 {
-    int64_t begin = (int64_t)(i < s->sinks ? i : s->first + i - s->sinks) * KV_SPLIT, end = begin + KV_SPLIT;
+    int64_t begin = split_number(s, i) * KV_SPLIT, end = begin + KV_SPLIT;
     int64_t first = qs->first[0], last = qs->last[n_q - 1];            /* both rise from row to row */
     if (first > begin) begin = first / KV_BLOCK * KV_BLOCK;           /* nobody sees the blocks before */
     if (last + 1 < end) end = last + 1;
@@ -521,7 +531,7 @@ static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct 
 /* Splits are dealt out one by one where there are few tokens, each a tile of its own; else whole tiles are. */
 static bool split_mode(const struct cpu *c)
 {
-    return c->n_tiles == c->batch->n_rows && (size_t)c->n_tiles <= c->split_tokens;
+    return c->n_tiles == c->batch->n_rows && (size_t)c->n_tiles <= c->split_tokens && !c->m->by_token;
 }
 
 /* A single token appends itself where its attention is computed. */
@@ -588,14 +598,42 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, int tile, int 
     for (int i = 0; i < n_q; i++) qs.m[i] = -INFINITY, qs.l[i] = 0;
     for (int i = 0; i < s.count; i++) {
         if (i == 0 || i == s.sinks) gather_queries(c, l, row, n, h, i < s.sinks, &qs);
+        if (!is_own(c, split_number(&s, i))) continue;
         attend_split(c, l, view, h, &s, i, n_q, &qs);
         for (int j = 0; j < n_q; j++)
             c->k->join(&qs.m[j], &qs.l[j], qs.o + (size_t)j * m->head_v, qs.m1[j], qs.l1[j],
                        qs.o1 + (size_t)j * m->head_v, m->head_v);
     }
-    for (int i = 0; i < n_q; i++)
-        finish(c, l, row + i / g, qs.o + (size_t)i * m->head_v, qs.l[i],
-               c->att + ((size_t)(row + i / g) * m->n_head + h * g + i % g) * m->head_v);
+    for (int i = 0; i < n_q; i++) {
+        size_t at = (size_t)(row + i / g) * m->n_head + h * g + i % g;
+        const float *o = qs.o + (size_t)i * m->head_v;
+        if (!m->by_token) finish(c, l, row + i / g, o, qs.l[i], c->att + at * m->head_v);
+        else {
+            float *state = c->states + at * (m->head_v + 2);
+            state[0] = qs.m[i];
+            state[1] = qs.l[i];
+            memcpy(state + 2, o, sizeof(float) * m->head_v);
+        }
+    }
+}
+
+/* Where tokens are divided: joins the ranks' results in their order. */
+static int states_pieces(const struct cpu *c) { return c->m->by_token; }
+static void states_piece(struct cpu *c, int i, int thread)
+{
+    const struct model *m = c->m;
+    size_t rows = (size_t)c->batch->n_rows * m->n_head, size = m->head_v + 2, n = rows * size;
+    (void)i, (void)thread;
+    comm_gather(c->comm, c->states, n, c->gathered);
+    for (size_t r = 0; r < rows; r++) {
+        float *o = c->states + r * size, top = -INFINITY, sum = 0;
+        memset(o, 0, sizeof(float) * m->head_v);
+        for (int k = 0; k < m->ranks; k++) {
+            const float *state = c->gathered + k * n + r * size;
+            if (state[1] > 0) c->k->join(&top, &sum, o, state[0], state[1], state + 2, m->head_v);
+        }
+        finish(c, &c->layers[c->layer], (int)(r / m->n_head), o, sum, c->att + r * m->head_v);
+    }
 }
 
 /* Pieces of a tile's attention in split mode. */
@@ -630,6 +668,7 @@ static void append_piece(struct cpu *c, int r, int thread)
 {
     struct queries qs;
     lay_out(c, thread, &qs);
+    if (!is_own(c, c->batch->rows[r].pos / KV_SPLIT)) return;
     for (int h = 0; h < c->m->n_kv; h++) append(c, &c->layers[c->layer], r, h, qs.tmp);
 }
 
@@ -640,6 +679,7 @@ static int seal_pieces(const struct cpu *c)
 static void seal_piece(struct cpu *c, int r, int thread)
 {
     (void)thread;
+    if (!is_own(c, c->batch->rows[r].pos / KV_SPLIT)) return;
     for (int h = 0; h < c->m->n_kv; h++) seal(c, &c->layers[c->layer], r, h);
 }
 
@@ -785,6 +825,7 @@ static void last_norm_piece(struct cpu *c, int r, int thread)
 /* ---- between ranks ------------------------------------------------------------------------------------------------ */
 
 static int ranks_pieces(const struct cpu *c) { return c->comm != NULL; }
+static int heads_pieces(const struct cpu *c) { return c->comm && !c->m->by_token; }
 
 /* After a product of which each rank has a part: its outputs become the sums over the ranks. */
 static void sum_piece(struct cpu *c, int i, int thread)
@@ -809,7 +850,7 @@ static void gather_piece(struct cpu *c, int i, int thread)
 }
 
 /* The stages of a forward pass; those from LAYER_FIRST to LAYER_LAST are gone through for each layer. */
-enum { LAYER_FIRST = 1, LAYER_LAST = 12 };
+enum { LAYER_FIRST = 1, LAYER_LAST = 13 };
 static const struct stage {
     int (*pieces)(const struct cpu *c);            /* 0: left out */
     void (*piece)(struct cpu *c, int i, int thread);
@@ -819,9 +860,10 @@ static const struct stage {
     { append_pieces, append_piece },
     { seal_pieces, seal_piece },
     { attend_pieces, attend_piece },
+    { states_pieces, states_piece },
     { attended_pieces, attended_piece },
     { out_pieces, out_piece },
-    { ranks_pieces, sum_piece },
+    { heads_pieces, sum_piece },
     { rows_of, after_attention_piece },
     { glu_pieces, glu_piece },
     { down_pieces, down_piece },

@@ -37,6 +37,11 @@ void kv_pool_close(struct kv_pool *p)
     *p = (struct kv_pool){ 0 };
 }
 
+void kv_pool_sparse(const struct kv_pool *p)
+{
+    if (p->base) madvise(p->base, p->reserved, MADV_NOHUGEPAGE);
+}
+
 static int pages_for(const struct kv_pool *p, int64_t tokens)
 {
     return (int)((tokens + p->shape.page_size - 1) / p->shape.page_size);

@@ -178,6 +178,8 @@ struct kv_pool {
 
 bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, struct error *e);
 void kv_pool_close(struct kv_pool *p);
+/* Says that only some of the pages will be touched: memory comes in small pieces then. */
+void kv_pool_sparse(const struct kv_pool *p);
 /* Copies the tiles that hold a page's first `tokens` tokens to another page. */
 void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tokens);
 

@@ -382,6 +382,25 @@ static uint64_t share_of(const struct model *m, uint64_t n, uint64_t unit, uint6
     return units * (m->rank + 1) / m->ranks * unit - *first;
 }
 
+/* Divides the heads, or leaves them whole and the tokens of the cache divided. */
+static bool keep_heads(struct model *m, struct error *e)
+{
+    m->by_token = m->n_kv % m->ranks != 0;
+    if (m->by_token) return true;
+    m->n_head /= m->ranks, m->n_kv /= m->ranks;
+    m->head0 = m->rank * m->n_head, m->kv0 = m->rank * m->n_kv;
+    uint64_t q = (uint64_t)m->n_head * m->head_k, k = (uint64_t)m->n_kv * m->head_k, v = (uint64_t)m->n_kv * m->head_v;
+    uint64_t o = (uint64_t)m->n_head * m->head_v;
+    for (int i = 0; i < m->n_layer; i++) {
+        struct layer *l = &m->layers[i];
+        keep_rows(&l->q, m->rank * q, q);
+        keep_rows(&l->k, m->rank * k, k);
+        keep_rows(&l->v, m->rank * v, v);
+        if (!keep_columns(m, &l->o, m->rank * o, o, e)) return false;
+    }
+    return true;
+}
+
 /* Megatron's division (Shoeybi et al. 2019): heads and feed-forward columns by rank, so that only the outputs of `o`
  * and `down` are to be summed; and the vocabulary's rows. */
 static bool keep_part(struct model *m, const struct model_options *o, struct error *e)
@@ -389,32 +408,27 @@ static bool keep_part(struct model *m, const struct model_options *o, struct err
     m->rank = o->rank;
     m->ranks = o->ranks > 1 ? o->ranks : 1;
     if (m->ranks == 1) return true;
-    if (m->n_kv % m->ranks)
-        return fail(e, GEN_USAGE, "%d key/value heads cannot be divided among %d ranks: choose a --tensor-parallel "
-                    "that divides them", m->n_kv, m->ranks);
-    m->n_head /= m->ranks, m->n_kv /= m->ranks;
-    m->head0 = m->rank * m->n_head, m->kv0 = m->rank * m->n_kv;
-    uint64_t q = (uint64_t)m->n_head * m->head_k, k = (uint64_t)m->n_kv * m->head_k, v = (uint64_t)m->n_kv * m->head_v;
-    uint64_t att = (uint64_t)m->n_head * m->head_v, first, n, block = 1;
+    if (!keep_heads(m, e)) return false;
+    uint64_t first, n, block = m->n_ff % 32 ? 1 : 32;  /* activations are quantised by 32 */
     for (int i = 0; i < m->n_layer; i++) {
         uint64_t b = (uint64_t)type_info(m->layers[i].down.tensor->type)->block;
         if (b > block) block = b;
     }
-    if (block < 32 && m->n_ff % 32 == 0) block = 32;   /* what activations are quantised by */
     n = share_of(m, m->n_ff, block, &first);
-    if (n == 0) return fail(e, GEN_USAGE, "%d feed-forward columns are too few for %d ranks", m->n_ff, m->ranks);
+    if (n == 0)
+        return fail(e, GEN_USAGE, "%d feed-forward columns in blocks of %d are too few for %d ranks: lower "
+                    "--tensor-parallel", m->n_ff, (int)block, m->ranks);
     for (int i = 0; i < m->n_layer; i++) {
         struct layer *l = &m->layers[i];
-        keep_rows(&l->q, m->rank * q, q);
-        keep_rows(&l->k, m->rank * k, k);
-        keep_rows(&l->v, m->rank * v, v);
         keep_rows(&l->gate, first, n);
         keep_rows(&l->up, first, n);
-        if (!keep_columns(m, &l->o, m->rank * att, att, e) || !keep_columns(m, &l->down, first, n, e)) return false;
+        if (!keep_columns(m, &l->down, first, n, e)) return false;
     }
     m->n_ff = (int)n;
     n = share_of(m, m->n_vocab, 1, &first);
-    if (n == 0) return fail(e, GEN_USAGE, "a vocabulary of %d is too small for %d ranks", m->n_vocab, m->ranks);
+    if (n == 0)
+        return fail(e, GEN_USAGE, "a vocabulary of %d is too small for %d ranks: lower --tensor-parallel", m->n_vocab,
+                    m->ranks);
     keep_rows(&m->out, first, n);
     return true;
 }

@@ -62,9 +62,12 @@ struct model {
     const struct gguf_tensor *out_norm;/* [n_embd] */
     const struct gguf_tensor *out_bias;/* [n_vocab] */
     struct layer *layers;              /* [n_layer] */
-    /* One of `ranks` parts: n_head, n_kv, n_ff and the matrices are the part's, and so are the biases of q, k and v from
-     * their first head on. The outputs of `o` and `down` are then sums over the ranks, and `out` has some of the rows. */
+    /* One of `ranks` parts: n_ff, gate, up and down are the part's, so that the output of `down` is a sum over the ranks,
+     * and `out` has some of the rows. n_head, n_kv, q, k, v and o are the part's as well, and their biases from the first
+     * head on, and the output of `o` is a sum; or where KV heads cannot be divided evenly, the tokens of the cache are:
+     * `by_token`, all ranks have the whole of these and each the tokens of every `ranks`-th split. */
     int rank, ranks;
+    bool by_token;
     int head0, kv0;                    /* first of the part's query and KV heads */
 };
 

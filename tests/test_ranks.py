@@ -66,14 +66,16 @@ def close(one, other, bound):
 
 
 @pytest.mark.parametrize("ranks,kv,weight,cache", [
-    (2, 4, "F32", "f32"), (4, 4, "F32", "f16"), (3, 3, "Q8_0", "f16"), (2, 8, "Q4_0", "int8"), (4, 8, "Q8_0", "int4")])
+    (2, 4, "F32", "f32"), (4, 4, "F32", "f16"), (3, 3, "Q8_0", "f16"), (2, 8, "Q4_0", "int8"), (4, 8, "Q8_0", "int4"),
+    (2, 1, "F32", "f32"), (3, 2, "Q8_0", "int8")])
 def test_parts_say_what_the_whole_says(gen, mpi, models, ranks, kv, weight, cache):
     m = models(weight=weight, heads=2 * kv, kv_heads=kv, head_k=32, ff=512)
     words = ["-m", m, "-ctk", cache, "-ctv", cache, *ASK]
     whole, parts = answer(gen.ok(*words).out), [answer(mpi(ranks, *words).out) for _ in range(2)]
     assert parts[0]["logits_sha256"] == parts[1]["logits_sha256"]      # the same bits from run to run
     assert close(whole, parts[0], BOUND[cache] if weight == "F32" else max(BOUND[cache], 5e-2)) >= 1
-    assert parts[0]["kv"]["bytes_used"] * ranks == whole["kv"]["bytes_used"]
+    shared = ranks if kv % ranks == 0 else 1         # else the same pages, of which each rank fills its own
+    assert parts[0]["kv"]["bytes_used"] * shared == whole["kv"]["bytes_used"]
 
 
 @pytest.mark.parametrize("arch,ranks", [("qwen2", 2), ("qwen3", 4), ("phi3", 2), ("gemma2", 2), ("gemma3", 4)])
@@ -85,16 +87,17 @@ def test_architectures(gen, mpi, models, arch, ranks):
     assert close(whole, parts, 1e-3) >= 1
 
 
-def test_a_text_is_scored_alike(gen, mpi, models, tmp_path):
-    """Prefill in chunks, and a window with sinks."""
-    m = models(weight="F32", heads=8, kv_heads=4, head_k=32, ff=512)
+@pytest.mark.parametrize("ranks,kv", [(4, 4), (3, 1)])
+def test_a_text_is_scored_alike(gen, mpi, models, tmp_path, ranks, kv):
+    """Prefill in chunks, and a window with sinks; of the text divided by tokens each rank has several parts."""
+    m = models(weight="F32", heads=8, kv_heads=kv, head_k=32, ff=512)
     text = tmp_path / "text"
-    text.write_text("".join(chr(97 + i * i % 23) for i in range(700)))
-    words = ["-m", m, "--perplexity", text, "-c", "256", "--json", "-ctk", "f32", "-ctv", "f32", "-q"]
-    for more in [], ["--window", "64", "--sinks", "4"]:
+    text.write_text("".join(chr(97 + i * i % 23) for i in range(2600)))
+    words = ["-m", m, "--perplexity", text, "-c", "1300", "--json", "-ctk", "f32", "-ctv", "f32", "-q"]
+    for more in [], ["--window", "600", "--sinks", "4"]:
         base = tmp_path / "base"
         one = answer(gen.ok(*words, *more, "--save-logits", base).out)
-        other = answer(mpi(4, *words, *more, "--kl-base", base).out)
+        other = answer(mpi(ranks, *words, *more, "--kl-base", base).out)
         assert abs(other["nll"] - one["nll"]) <= 1e-4 and other["kl_mean"] <= 1e-6 and other["top1_agreement"] >= 0.99
 
 
@@ -105,7 +108,7 @@ def test_a_chat_of_several_turns(gen, mpi, models):
 
 
 @pytest.mark.parametrize("ranks,more,says", [
-    (3, [], "3 ranks"), (2, ["-c", "2000000000"], "ctx-size"), (2, ["-p", ""], "empty")])
+    (2, ["-c", "2000000000"], "ctx-size"), (2, ["-p", ""], "empty")])
 def test_refusals_are_one_sentence_of_rank_0(mpi, models, ranks, more, says):
     """And no rank waits for ever."""
     m = models(weight="F32", heads=8, kv_heads=4, head_k=32, ff=512)
