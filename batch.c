@@ -15,6 +15,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum {
     SHARE_FROM = KV_BLOCK,             /* tokens alike from which on a text is shared */
@@ -26,13 +27,14 @@ enum {
  * longest gap between two tokens is to stay below 3 steps, on a machine that has other work now and then. */
 static const double STRETCH = 1.5;
 
-enum state { WAITING, RUNNING, DONE };
+enum state { WAITING, RUNNING, AWAY, DONE };      /* AWAY: another rank answers it */
 
 /* One answer: a sample of a line. */
 struct task {
     struct task *next;                 /* in the order of the lines */
     struct request *request;
     int sample;
+    int64_t id;                        /* by which ranks talk about it */
     enum state state;
     bool failed;
     struct bytes record;               /* DONE: what is to be written */
@@ -74,6 +76,11 @@ struct scheduler {
     double begun, waste_sum;
     int64_t n_steps;
     bool seed_kept;
+    /* several processes */
+    int64_t last_id, n_away;
+    struct rank { int wants; bool ended; struct batch_status status; } *ranks;     /* [size] as rank 0 knows them */
+    bool asked;                        /* another rank: rank 0 owes it lines */
+    struct bytes message;
 };
 
 /* ---- time -------------------------------------------------------------------------------------------------------- */
@@ -215,12 +222,13 @@ static bool begin(struct scheduler *b, struct task *t, struct error *why)
 
 /* ---- the queue --------------------------------------------------------------------------------------------------- */
 
-static bool append(struct scheduler *b, struct request *r, int sample, struct error *e)
+static bool append(struct scheduler *b, struct request *r, int sample, int64_t id, struct error *e)
 {
     struct task *t = alloc_zeroed(1, sizeof *t, "an answer", e);
     if (!t) return false;
     t->request = r;
     t->sample = sample;
+    t->id = id;
     r->refs++;
     *b->end = t;
     b->end = &t->next;
@@ -251,7 +259,7 @@ static bool next_task(struct scheduler *b, int wait_ms, bool *any, struct error 
     bool known = journal_take(b->o.journal, r->key, sample);
     b->status->known += known;
     *any = true;
-    bool ok = known || append(b, r, sample, e);
+    bool ok = known || append(b, r, sample, b->last_id++, e);
     if (!b->current) request_close(r);
     return ok;
 }
@@ -261,11 +269,22 @@ static bool fill_queue(struct scheduler *b, struct error *e)
 {
     bool any = true;
     int free_slots = b->o.parallel - b->n_slots;
-    while (any && !b->ended && !*b->o.stop && b->status->waiting < free_slots + 1 && b->behind < MOST_BEHIND) {
-        bool idle = !b->n_slots && !b->status->waiting && (!b->first || b->first->state != DONE);
+    int wanted = free_slots + 1;
+    for (int r = 1; r < comm_size(b->o.comm); r++) wanted += b->ranks[r].wants;
+    while (any && !b->ended && !*b->o.stop && b->status->waiting < wanted && b->behind < MOST_BEHIND) {
+        bool idle = !b->o.comm && !b->n_slots && !b->status->waiting && (!b->first || b->first->state != DONE);
         if (!next_task(b, idle ? WAIT_MS : 0, &any, e)) return false;
     }
     return true;
+}
+
+static void unlink_task(struct scheduler *b, struct task **at)
+{
+    struct task *t = *at;
+    *at = t->next;
+    if (b->end == &t->next) b->end = at;
+    b->behind--;
+    task_free(t);
 }
 
 /* Writes what is done: in the order of the lines, or all of it. */
@@ -288,12 +307,171 @@ static bool write_answers(struct scheduler *b, struct error *e)
         if (line.data != t->record.data) bytes_free(&line);
         if (!ok) return false;
         b->seed_kept = true;
-        *at = t->next;
-        if (b->end == &t->next) b->end = at;
-        b->behind--;
-        task_free(t);
+        unlink_task(b, at);
     }
     return true;
+}
+
+/* ---- several processes ------------------------------------------------------------------------------------------- */
+
+/* Rank 0 sends lines to the ranks that ask for them, which send their answers and ask again. What they say: how many
+ * answers they want to compute, how far they are, answers. What they are told: lines; 0 lines = no more are to come;
+ * nothing at all = the run has failed. */
+struct asking { int32_t wants, over; struct batch_status status; };
+struct parcel { int64_t id, number; int32_t sample, failed; char hash[65]; uint64_t n; };      /* n bytes follow */
+
+static bool pack(struct scheduler *b, struct parcel p, const struct bytes *data, struct error *e)
+{
+    p.n = data->len;
+    return (bytes_add(&b->message, &p, sizeof p) && bytes_add(&b->message, data->data ? data->data : "", data->len))
+        || fail(e, GEN_RUN, "cannot allocate memory for a message to another process");
+}
+
+/* The next parcel of a message that begins at *at; false at its end. */
+static bool unpack(const struct bytes *message, size_t *at, struct parcel *p, const char **data)
+{
+    if (message->len - *at < sizeof *p) return false;
+    memcpy(p, message->data + *at, sizeof *p);
+    *data = message->data + *at + sizeof *p;
+    *at += sizeof *p + p->n;
+    return true;
+}
+
+/* Rank 0 takes the answers of a message. */
+static bool take_answers(struct scheduler *b, struct error *e)
+{
+    struct bytes message = { 0 };
+    struct asking asking;
+    struct parcel p;
+    const char *data;
+    size_t at = sizeof asking;
+    int from = comm_receive(b->o.comm, -1, &message);
+    if (from < 0) return fail(e, GEN_RUN, "cannot allocate memory for another process's answers");
+    memcpy(&asking, message.data, sizeof asking);
+    b->ranks[from].wants = asking.wants;
+    b->ranks[from].status = asking.status;
+    b->ranks[from].ended = asking.over;
+    bool ok = true;
+    while (ok && unpack(&message, &at, &p, &data)) {
+        struct task *t = b->first;
+        while (t->id != p.id) t = t->next;
+        ok = bytes_add(&t->record, data, p.n) || fail(e, GEN_RUN, "cannot allocate memory for an answer");
+        t->state = DONE;
+        t->failed = p.failed;
+        b->status->answered++;
+        b->status->failed += t->failed;
+        b->n_away--;
+    }
+    bytes_free(&message);
+    return ok;
+}
+
+/* Rank 0 sends a rank that asks what it can have. */
+static bool send_lines(struct scheduler *b, int rank, struct error *e)
+{
+    struct rank *r = &b->ranks[rank];
+    int n = 0;
+    b->message.len = 0;
+    for (struct task *t = b->first; t && n < r->wants && !*b->o.stop; t = t->next) {
+        if (t->state != WAITING || t->begun) continue;
+        struct parcel p = { .id = t->id, .number = t->request->number, .sample = t->sample };
+        memcpy(p.hash, t->request->hash, sizeof p.hash);
+        if (!pack(b, p, &t->request->line, e)) return false;
+        t->state = AWAY;
+        b->status->waiting--;
+        b->n_away++;
+        n++;
+    }
+    if (!n && !b->ended && !*b->o.stop) return true;
+    r->wants = 0;
+    if (!n && !pack(b, (struct parcel){ .id = -1 }, &(struct bytes){ 0 }, e)) return false;
+    return comm_post(b->o.comm, rank, b->message.data, b->message.len, e);
+}
+
+/* Rank 0's part between two steps. */
+static bool serve_ranks(struct scheduler *b, struct error *e)
+{
+    while (comm_waiting(b->o.comm))
+        if (!take_answers(b, e)) return false;
+    for (int r = 1; r < comm_size(b->o.comm); r++)
+        if (b->ranks[r].wants && !send_lines(b, r, e)) return false;
+    return true;
+}
+
+static bool ranks_ended(const struct scheduler *b)
+{
+    for (int r = 1; r < comm_size(b->o.comm); r++)
+        if (!b->ranks[r].ended) return false;
+    return true;
+}
+
+/* The run has failed: tells every rank that asks, until all have been told. */
+static void dismiss_ranks(struct scheduler *b)
+{
+    struct error e;
+    for (int r = 1; r < comm_size(b->o.comm); r++) {
+        struct bytes message = { 0 };
+        while (!b->ranks[r].ended && !b->ranks[r].wants && comm_receive(b->o.comm, r, &message) == r) {
+            struct asking asking;
+            memcpy(&asking, message.data, sizeof asking);
+            b->ranks[r].wants = asking.wants;
+            b->ranks[r].ended = asking.over;
+        }
+        if (!b->ranks[r].ended) comm_post(b->o.comm, r, "", 0, &e);
+        bytes_free(&message);
+    }
+}
+
+/* Another rank takes the lines that rank 0 has sent. */
+static bool take_lines(struct scheduler *b, struct error *e)
+{
+    struct bytes message = { 0 };
+    struct parcel p;
+    const char *data;
+    size_t at = 0;
+    bool ok = comm_receive(b->o.comm, 0, &message) == 0 || fail(e, GEN_RUN, "cannot allocate memory for lines");
+    b->asked = false;
+    if (ok && !message.len) {          /* rank 0 says what was wrong */
+        *e = (struct error){ .code = GEN_OK };
+        ok = false;
+    }
+    while (ok && unpack(&message, &at, &p, &data)) {
+        struct line line = { p.number, data, p.n, "" };
+        struct request *r;
+        memcpy(line.hash, p.hash, sizeof line.hash);
+        if (p.id < 0) b->ended = true;
+        else if ((ok = request_make(&r, b->o.context, &line, e))) {
+            ok = append(b, r, p.sample, p.id, e);
+            request_close(r);
+        }
+    }
+    bytes_free(&message);
+    return ok;
+}
+
+/* Another rank's part between two steps: answers go to rank 0, and lines come. */
+static bool ask_rank_0(struct scheduler *b, struct error *e)
+{
+    if (b->asked && comm_waiting(b->o.comm) && !take_lines(b, e)) return false;
+    if (b->asked) return true;
+    bool over = b->ended && !b->n_slots && !b->status->waiting;
+    int wants = b->ended ? 0 : b->o.parallel - b->n_slots + 1 - (int)b->status->waiting;
+    struct asking asking = { wants > 0 ? wants : 0, over, *b->status };
+    b->message.len = 0;
+    if (!bytes_add(&b->message, &asking, sizeof asking))
+        return fail(e, GEN_RUN, "cannot allocate memory for a message to rank 0");
+    for (struct task **at = &b->first, *t; (t = *at);) {
+        struct parcel p = { .id = t->id, .failed = t->failed };
+        if (t->state != DONE) {
+            at = &t->next;
+            continue;
+        }
+        if (!pack(b, p, &t->record, e)) return false;
+        unlink_task(b, at);
+    }
+    if (!asking.wants && !over && b->message.len == sizeof asking) return true;
+    b->asked = asking.wants > 0;
+    return comm_post(b->o.comm, 0, b->message.data, b->message.len, e);
 }
 
 /* ---- running ----------------------------------------------------------------------------------------------------- */
@@ -447,16 +625,43 @@ static void measure(struct scheduler *b)
     b->o.report(b->o.user, s);
 }
 
+/* What other ranks have done counts as this one's. */
+static void add_ranks(struct scheduler *b)
+{
+    struct batch_status *s = b->status;
+    for (int r = 1; r < comm_size(b->o.comm); r++) {
+        const struct batch_status *o = &b->ranks[r].status;
+        s->prompt_tokens += o->prompt_tokens;
+        s->prefilled += o->prefilled;
+        s->repeated += o->repeated;
+        s->generated += o->generated;
+        s->given_up += o->given_up;
+        s->most_pages += o->most_pages;
+        s->longest_gap = fmax(s->longest_gap, o->longest_gap);
+    }
+}
+
+static bool exchange(struct scheduler *b, struct error *e)
+{
+    return !b->o.comm || (comm_rank(b->o.comm) ? ask_rank_0(b, e) : serve_ranks(b, e));
+}
+
 static bool run(struct scheduler *b, struct error *e)
 {
+    bool follows = comm_rank(b->o.comm) > 0;
     for (;;) {
-        if (!fill_queue(b, e) || !admit(b, e)) return false;
-        if (!write_answers(b, e)) return false;
+        if ((!follows && !fill_queue(b, e)) || !admit(b, e) || !exchange(b, e)) return false;
+        if (!follows && !write_answers(b, e)) return false;
         measure(b);
         if (b->n_slots) {
             if (!step(b, e)) return false;
-        } else if (*b->o.stop || (b->ended && !b->status->waiting)) {
+        } else if (follows) {
+            if (b->ended && !b->first) return true;
+            usleep(500);
+        } else if ((*b->o.stop || (b->ended && !b->status->waiting)) && ranks_ended(b)) {
             return write_answers(b, e);
+        } else if (b->o.comm) {
+            usleep(500);
         }
     }
 }
@@ -470,12 +675,17 @@ bool batch_run(const struct batch_options *o, struct batch_status *status, struc
     b->status = status;
     b->end = &b->first;
     b->begun = now_seconds();
-    bool ok = run(b, e);
+    b->ranks = alloc_zeroed((size_t)comm_size(o->comm), sizeof *b->ranks, "other processes", e);
+    bool ok = b->ranks && run(b, e);
+    if (!ok && o->comm && comm_rank(o->comm) == 0) dismiss_ranks(b);
+    if (comm_rank(o->comm) == 0) add_ranks(b);
     for (struct task *t = b->first, *next; t; t = next) {
         next = t->next;
         task_free(t);
     }
     request_close(b->current);
+    bytes_free(&b->message);
+    free(b->ranks);
     free(b);
     return ok;
 }

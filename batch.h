@@ -3,6 +3,7 @@
 #ifndef BATCH_H
 #define BATCH_H
 
+#include "comm.h"
 #include "engine.h"
 #include "journal.h"
 #include "jsonl.h"
@@ -33,6 +34,8 @@ struct batch_options {
     int parallel;                      /* sequences at once, <= LOGIT_ROWS */
     bool unordered, timings;
     int64_t drawn_seed;                /* to be kept in the first answer; -1 = none */
+    struct comm *comm;                 /* processes that the lines are divided over; NULL = one. Rank 0 reads and
+                                        * writes: the others have neither feed nor journal */
     const volatile int *stop;          /* non-zero: what was begun is finished, and no more */
     void (*report)(void *user, const struct batch_status *s);      /* called between steps */
     void *user;

@@ -13,8 +13,12 @@ enum { PIECE = 1 << 16,                /* floats of one exchange: bounds its mem
        MESSAGE = 1 << 26 };            /* bytes of one MPI message, whose counts are ints */
 enum { TAG_LENGTH = 1, TAG_DATA };
 
+/* A message on its way to a rank. */
+struct post { struct bytes data; uint64_t length; MPI_Request *parts; int n; };
+
 struct comm {
     int rank, size;
+    struct post *posts;                /* [size] the last one to each rank */
     float *all;                        /* [size][PIECE] every rank's part of an exchange */
 };
 
@@ -29,15 +33,29 @@ bool comm_open(struct comm **out, struct error *e)
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     c->size = size;
     c->all = alloc_zeroed((size_t)size * PIECE, sizeof *c->all, "what the processes exchange", e);
-    if (!c->all) return free(c), false;
+    c->posts = alloc_zeroed((size_t)size, sizeof *c->posts, "messages to other processes", e);
+    if (!c->all || !c->posts) return free(c->all), free(c->posts), free(c), false;
     *out = c;
     return true;
+}
+
+/* Waits until the message has left. */
+static void settle(struct post *p)
+{
+    MPI_Waitall(p->n, p->parts, MPI_STATUSES_IGNORE);
+    p->n = 0;
 }
 
 void comm_close(struct comm *c)
 {
     if (!c) return;
+    for (int r = 0; r < c->size; r++) {
+        settle(&c->posts[r]);
+        bytes_free(&c->posts[r].data);
+        free(c->posts[r].parts);
+    }
     MPI_Finalize();
+    free(c->posts);
     free(c->all);
     free(c);
 }
@@ -99,6 +117,31 @@ void comm_send(struct comm *c, int to, const void *data, size_t n)
                  MPI_COMM_WORLD);
 }
 
+bool comm_post(struct comm *c, int to, const void *data, size_t n, struct error *e)
+{
+    struct post *p = &c->posts[to];
+    settle(p);
+    MPI_Request *parts = realloc(p->parts, (2 + n / MESSAGE) * sizeof *parts);
+    if (parts) p->parts = parts;
+    p->data.len = 0;
+    if (!parts || !bytes_add(&p->data, data, n))
+        return fail(e, GEN_RUN, "cannot allocate memory for a message to rank %d", to);
+    p->length = n;
+    MPI_Isend(&p->length, 1, MPI_UINT64_T, to, TAG_LENGTH, MPI_COMM_WORLD, &parts[p->n++]);
+    for (size_t at = 0; at < n; at += MESSAGE)
+        MPI_Isend(p->data.data + at, (int)(n - at < MESSAGE ? n - at : MESSAGE), MPI_BYTE, to, TAG_DATA,
+                  MPI_COMM_WORLD, &parts[p->n++]);
+    return true;
+}
+
+bool comm_waiting(struct comm *c)
+{
+    int any = 0;
+    (void)c;
+    MPI_Iprobe(MPI_ANY_SOURCE, TAG_LENGTH, MPI_COMM_WORLD, &any, MPI_STATUS_IGNORE);
+    return any;
+}
+
 int comm_receive(struct comm *c, int from, struct bytes *out)
 {
     uint64_t length = 0;
@@ -133,5 +176,11 @@ void comm_share(struct comm *c, void *data, size_t n) { (void)c; (void)data; (vo
 bool comm_agree(struct comm *c, bool ok, struct error *e) { (void)c; (void)e; return ok; }
 void comm_send(struct comm *c, int to, const void *data, size_t n) { (void)c; (void)to; (void)data; (void)n; }
 int comm_receive(struct comm *c, int from, struct bytes *out) { (void)c; (void)from; (void)out; return -1; }
+bool comm_post(struct comm *c, int to, const void *data, size_t n, struct error *e)
+{
+    (void)c, (void)to, (void)data, (void)n;
+    return fail(e, GEN_RUN, "there is no other process");
+}
+bool comm_waiting(struct comm *c) { (void)c; return false; }
 
 #endif

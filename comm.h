@@ -33,5 +33,10 @@ bool comm_agree(struct comm *c, bool ok, struct error *e);
  * comm_receive replaces *out; -1 when memory is out. */
 void comm_send(struct comm *c, int to, const void *data, size_t n);
 int comm_receive(struct comm *c, int from, struct bytes *out);
+/* As comm_send, but returns at once; waits only for the last message that was posted to that rank. Errors: GEN_RUN for
+ * memory. */
+bool comm_post(struct comm *c, int to, const void *data, size_t n, struct error *e);
+/* Does a message wait to be received? */
+bool comm_waiting(struct comm *c);
 
 #endif

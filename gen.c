@@ -42,7 +42,7 @@ struct program {
     struct gguf *file;                 /* until the model owns it */
     struct tokenizer *tokenizer;
     struct model *model;
-    struct comm *comm;                 /* the processes among which the model is divided; NULL = one */
+    struct comm *comm;                 /* processes that the model or a batch's lines are divided over; NULL = one */
     struct engine *engine;
     struct sequence *sequence;
     struct sampler *sampler;
@@ -312,7 +312,7 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
         .max_sequences = p->o.mode == MODE_BATCH ? p->o.parallel : 1, .layout = p->o.layout,
         .page_size = p->o.page_size, .type_k = p->o.type_k, .type_v = p->o.type_v, .window = p->o.window,
         .sinks = p->o.sinks, .cache = !p->o.no_kv_cache,
-        .progress = progress, .comm = p->comm,
+        .progress = progress, .comm = p->o.data_parallel ? NULL : p->comm,
     };
 }
 
@@ -320,7 +320,8 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
 static bool open_model(struct program *p, int64_t ctx, struct error *e)
 {
     char remark[200] = "";
-    struct model_options mo = { p->o.rope_freq_base, p->o.rope_scale, (int)ctx, comm_rank(p->comm), comm_size(p->comm) };
+    struct comm *parts = p->o.data_parallel ? NULL : p->comm;
+    struct model_options mo = { p->o.rope_freq_base, p->o.rope_scale, (int)ctx, comm_rank(parts), comm_size(parts) };
     struct gguf *file = p->file;
     p->file = NULL;
     if (!model_open(&p->model, file, &mo, remark, e)) return false;
@@ -623,20 +624,42 @@ static bool open_batch(struct program *p, struct request_context *c, struct erro
     return ok;
 }
 
+/* One of the processes but the first: computes what that one sends it. */
+static bool follow_batch(struct program *p, struct batch_options *bo, struct error *e)
+{
+    struct batch_status s;
+    struct reporter r = { 0 };
+    bo->report = report_batch;
+    bo->user = &r;
+    bo->unordered = true;
+    bo->drawn_seed = -1;
+    if (batch_run(bo, &s, e) || e->code == GEN_OK) return true;
+    fprintf(stderr, "gen: rank %d: %s\n", comm_rank(p->comm), e->text);
+    comm_abort(p->comm, e->code);
+}
+
 static bool run_batch(struct program *p, struct error *e)
 {
     const struct options *o = &p->o;
     struct error no_chat;
-    struct request_context context = { 0 };
+    struct request_context context = { .keep = p->comm != NULL };
     struct batch_options bo = { .context = &context, .parallel = o->parallel, .unordered = o->unordered,
-                                .timings = o->timings, .stop = &stop_now };
-    bool ok = feed_open(&bo.feed, o->lines, e) && open_batch(p, &context, &no_chat, e);
-    if (ok) catch_signals();
-    ok = ok && journal_open(&bo.journal, o->output, o->resume, o->lines, e)
-      && choose_batch_seed(p, bo.journal, &bo.drawn_seed, e);
+                                .timings = o->timings, .stop = &stop_now, .comm = p->comm };
+    int rank = comm_rank(p->comm);
+    if (rank) p->o.quiet = true;
+    bool ok = (rank || feed_open(&bo.feed, o->lines, e)) && open_batch(p, &context, &no_chat, e);
+    if (rank) signal(SIGINT, SIG_IGN), signal(SIGTERM, SIG_IGN);   /* rank 0 ends the run in order */
+    else if (ok) catch_signals();
+    ok = ok && (rank || (journal_open(&bo.journal, o->output, o->resume, o->lines, e)
+                         && choose_batch_seed(p, bo.journal, &bo.drawn_seed, e)));
+    if (p->comm) {
+        ok = comm_agree(p->comm, ok, e);
+        comm_share(p->comm, &p->o.seed, sizeof p->o.seed);
+    }
     context.seed = o->seed;
     bo.engine = p->engine;
-    ok = ok && answer_lines(p, &bo, e);
+    ok = ok && (rank ? follow_batch(p, &bo, e) : answer_lines(p, &bo, e));
+    if (!ok && rank) e->code = GEN_OK; /* rank 0 says it */
     feed_close(bo.feed);
     journal_close(bo.journal);
     return ok;
@@ -751,6 +774,7 @@ static bool run_check_tensors(struct program *p, struct error *e)
 static bool join_ranks(struct program *p, struct error *e)
 {
     int n = p->o.tensor_parallel;
+    if (p->o.data_parallel) return comm_open(&p->comm, e);
     if (n == 1) return true;
     if (!comm_open(&p->comm, e)) return false;
     int rank = comm_rank(p->comm), size = comm_size(p->comm);
@@ -824,7 +848,7 @@ static void close_program(struct program *p)
     ids_free(&p->tokens);
     bytes_free(&p->prompt);
     options_free(&p->o);
-    if (p->comm && comm_rank(p->comm) == 0) ranks_tell(p->comm, NULL, 0);
+    if (p->comm && comm_rank(p->comm) == 0 && !p->o.data_parallel) ranks_tell(p->comm, NULL, 0);
     comm_close(p->comm);
 }
 
@@ -856,7 +880,7 @@ int main(int argc, char **argv)
     output_until(&stop_now);
     bool ok = options_parse(&p.o, argc, argv, &e);
     bar.wanted = ok && !p.o.quiet && isatty(STDERR_FILENO);
-    ok = ok && join_ranks(&p, &e) && (comm_rank(p.comm) ? run_follower : tasks[p.o.mode])(&p, &e);
+    ok = ok && join_ranks(&p, &e) && (comm_rank(p.comm) && !p.o.data_parallel ? run_follower : tasks[p.o.mode])(&p, &e);
     if (bar.shown) fputs("\r\033[K", stderr);
     close_program(&p);
     if (caught) {

@@ -173,6 +173,7 @@ void request_close(struct request *r)
     json_decref(r->object);
     options_free(&r->o);
     ids_free(&r->prompt);
+    bytes_free(&r->line);
     free(r);
 }
 
@@ -299,7 +300,10 @@ bool request_make(struct request **out, const struct request_context *c, const s
     memcpy(both, c->base, 64);
     memcpy(both + 64, line->hash, 64);
     sha256_hex(both, sizeof both, r->key);
-    bool ok = options_copy(&r->o, c->options, e);
+    memcpy(r->hash, line->hash, sizeof r->hash);
+    bool ok = !c->keep || !line->data || bytes_add(&r->line, line->data, line->len)
+           || fail(e, GEN_RUN, "cannot allocate memory for a line");
+    ok = ok && options_copy(&r->o, c->options, e);
     if (!ok || (!read_line(r, c, line, &r->error) && r->error.code == GEN_RUN)) {
         if (ok) *e = r->error;
         request_close(r);

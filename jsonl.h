@@ -38,6 +38,7 @@ struct request_context {
     const struct error *no_chat;
     bool chats;                        /* a prompt is a message */
     bool plain;                        /* a line is a prompt, not JSON */
+    bool keep;                         /* lines are sent to other processes */
     int64_t ctx;                       /* tokens that a prompt may have */
     int64_t seed;                      /* in place of -1 */
     char base[65];                     /* hash of all that answers depend on beside their line */
@@ -54,6 +55,8 @@ struct request {
     struct json_t *object;             /* the line's, which the options' texts lie in; NULL for plain text */
     const struct json_t *custom_id;    /* NULL = none */
     char key[65];                      /* of line, options and model: equal keys, equal answers */
+    struct bytes line;                 /* a copy, where context.keep asks for it */
+    char hash[65];                     /* of the line */
     struct options o;                  /* the command line's and the line's own */
     struct ids prompt;
     bool at_start;                     /* nothing stands before the answer */

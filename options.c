@@ -143,6 +143,8 @@ const struct option_row option_table[] = {
       "Answers to each line, with the seeds that follow --seed; a line says it as \"n\"." },
     { GROUP_BATCH, "timings", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(timings), 0, IN(BATCH),
       "Add to each answer how long it took and how much of its prompt was known already." },
+    { GROUP_BATCH, "data-parallel", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(data_parallel), 0, IN(BATCH),
+      "Divide the lines over the processes of `mpirun -n N gen ...`; the first one reads and writes." },
     { GROUP_BATCH, "progress", 0, "auto|json|never", "auto", OPT_CHOICE, 0, 0, AT(report), 0, IN(BATCH),
       "How far the run is, on standard error: a line on a terminal, or an object each second and at the end." },
 
@@ -496,7 +498,7 @@ static bool shapes_answers(const struct option_row *row)
 {
     static const char listed[] = " model no-mmap threads batch-size lookup kv-layout page-size no-kv-cache kv-memory "
         "kv-offload prompt-cache prompt-cache-ro prompt-cache-all prefix-cache prefix-cache-size no-share samples np "
-        "parallel output resume unordered timings progress json display-prompt color quiet verbose ";
+        "parallel output resume unordered timings progress data-parallel json display-prompt color quiet verbose ";
     char word[48];
     snprintf(word, sizeof word, " %s ", row->name);
     return row->kind != OPT_MODE && row->group != GROUP_MEASURE && !strstr(listed, word);
@@ -601,6 +603,9 @@ static bool consistent(const struct options *o, struct error *e)
                     o->no_bos ? "--no-bos" : "--no-parse-special");
     if (options_given(o, "logprobs") && !o->json && o->mode != MODE_BATCH)
         return fail(e, GEN_USAGE, "--logprobs does nothing without --json");
+    if (o->data_parallel && o->tensor_parallel > 1)
+        return fail(e, GEN_USAGE, "--data-parallel and --tensor-parallel exclude each other: the processes share either "
+                    "the lines or the model");
     if (o->resume && !o->output) return fail(e, GEN_USAGE, "--resume does nothing without --output FILE");
     if (o->mode == MODE_BATCH && o->no_kv_cache)
         return fail(e, GEN_USAGE, "--batch and --no-kv-cache exclude each other: lines are computed together by their "

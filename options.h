@@ -85,7 +85,7 @@ struct options {
     /* batch */
     const char *lines, *output;
     int parallel, samples, report;
-    bool resume, unordered, timings;
+    bool resume, unordered, timings, data_parallel;
     /* cache */
     int layout, page_size, type_k, type_v, window, sinks;
     bool no_kv_cache;

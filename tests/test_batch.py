@@ -4,12 +4,13 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import time
 
 import pytest
-from conftest import GEN, SANITIZED
+from conftest import GEN, SANITIZED, run_program
 from make_model import chain_model, random_model
 
 TEXT = ("It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, "
@@ -241,6 +242,8 @@ REFUSED = [(["-o", "x"], "--batch"), (["--resume"], "--batch"), (["--samples", "
            (["--batch", "-", "--json"], "--json"), (["--batch", "-", "-np", "65"], "64"),
            (["--batch", "-", "-np", "3,4"], "3,4"), (["--batch", "-", "--lookup"], "--lookup"),
            (["--batch", "-", "--no-kv-cache"], "--no-kv-cache"), (["--batch", "-", "--bench"], "--bench"),
+           (["--data-parallel", "-p", "a"], "--batch"),
+           (["--batch", "-", "--data-parallel", "--tensor-parallel", "2"], "--tensor-parallel"),
            (["--batch", "-", "-"], "standard input"), (["--batch", "-", "--progress", "x"], "--progress")]
 
 
@@ -483,3 +486,68 @@ def peak(gen, model, n, tmp_path):
 def test_memory_is_flat(gen, model, tmp_path, n):
     few, many = peak(gen, model, 300, tmp_path), peak(gen, model, n, tmp_path)
     assert many < few + 4096, (few, many)
+
+
+# ---- several processes
+
+@pytest.fixture(scope="module")
+def mpirun(gen, chain):
+    """mpirun(N): the words before gen's."""
+    path = shutil.which("mpirun")
+    if not path:
+        pytest.skip("mpirun is not there (Debian: openmpi-bin)")
+    if "without MPI" in gen("-m", chain, "--batch", "-", "--data-parallel").err:
+        pytest.skip("gen was built without MPI (Debian: libopenmpi-dev)")
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    return lambda n: [path, *root, "--oversubscribe", "-n", str(n), GEN]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_lines_divided_over_processes(gen, model, files, mpirun, ranks):
+    lines, out = files
+    whole = run_to(gen, model, lines, out, "-s", "4", rc=1)
+    args = ["-q", "-m", model, "-s", "4", "-t", "1", "-np", "3", "--data-parallel"]
+    r = run_program([*mpirun(ranks), *args, "--batch", lines, "-o", out], timeout=120)
+    assert r.rc == 1 and out.read_bytes() == whole and r.err.count("gen: ") == 1
+    r = run_program([*mpirun(ranks), *args, "--batch", "-"], stdin=lines.read_bytes(), timeout=120)
+    assert r.out == whole
+
+
+def test_samples_and_seed_over_processes(gen, model, tmp_path, mpirun):
+    lines, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines.write_text(jsonl({"prompt": TEXT[:50 + i], "predict": 9, "n": 3} for i in range(4)))
+    args = ["-q", "-m", model, "-t", "1", "-np", "2", "--data-parallel", "--batch", lines, "-o", out]
+    assert run_program([*mpirun(3), *args], timeout=120).rc == 0
+    seed = json.loads(out.read_bytes().splitlines()[0])["seed"]
+    responses = lambda text: [json.loads(line)["response"] for line in text.splitlines()]
+    assert responses(out.read_bytes()) == responses(run_to(gen, model, lines, out, "-s", str(seed)))
+
+
+def test_process_that_dies(gen, model, files, mpirun):
+    """The run ends with a sentence that names it, and the file can be gone on with."""
+    lines, out = files
+    lines.write_text(jsonl([{**line, "predict": 300} for line in mixed_lines(60)]))
+    whole = run_to(gen, model, lines, out, "-s", "4")
+    out.unlink()
+    run = subprocess.Popen([*mpirun(3), "-q", "-m", model, "-s", "4", "-t", "1", "--data-parallel", "--batch", lines,
+                            "-o", out], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ranks = {}
+    for pid in subprocess.run(["pgrep", "-P", str(run.pid), "gen"], capture_output=True, text=True).stdout.split():
+        words = open(f"/proc/{pid}/environ", "rb").read().split(b"\0")
+        ranks[next(w for w in words if w.startswith(b"OMPI_COMM_WORLD_RANK=")).split(b"=")[1]] = int(pid)
+    os.kill(ranks[b"2"], signal.SIGKILL)
+    err = run.communicate(timeout=120)[1]
+    assert run.returncode != 0 and b"rank 2" in err
+    assert run_to(gen, model, lines, out, "-s", "4", "--resume") == whole
+
+
+def test_failure_ends_all_processes(model, files, mpirun, tmp_path):
+    lines, out = files
+    base = [*mpirun(2), "-q", "-m", model, "-t", "1", "--data-parallel", "--batch"]
+    r = run_program([*base, lines, "-o", "/dev/full"], timeout=120)
+    assert r.rc == 1 and r.err.count("gen: ") == 1 and "/dev/full" in r.err
+    r = run_program([*base, tmp_path / "none", "-o", out], timeout=120)
+    assert r.rc == 2 and r.err.count("gen: ") == 1 and "none" in r.err

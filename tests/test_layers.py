@@ -18,7 +18,7 @@ MAY_INCLUDE = {
     "inspect": "engine gguf result json memory output",
     "measure": "engine tokenizer json",
     "bench": "engine json memory probe quant",
-    "batch": "answer engine journal json jsonl kvcache output result sampler tokenizer",
+    "batch": "answer comm engine journal json jsonl kvcache output result sampler tokenizer",
     "jsonl": "chat gguf options tokenizer",
     "journal": "output",
     "result": "engine json sampler tokenizer",
