@@ -33,7 +33,7 @@ CMOCKA_LIBS := $(or $(shell pkg-config --libs cmocka 2>/dev/null),-lcmocka)
 
 COMPILE = $(CC) $(CPPFLAGS) $(CFLAGS) $(SPEED) $(MODE.$(config)) $(REQUIRED) $(ISA) $(LESS) $(PKG_CFLAGS) $(MPI_CFLAGS) -I. -MMD -MP -c -o $@ $<
 FLAGS = $(CC) $(CPPFLAGS) $(CFLAGS) $(MODE.$(config)) $(REQUIRED) $(MPI_CFLAGS) $(AVX2) $(AVX512) $(LESS.$(config)) $(LDFLAGS)
-LINK = $(CC) $(CFLAGS) $(MODE.$(config)) -pthread $(LDFLAGS) -o $@ $(filter %.o %.a,$^)
+LINK = $(CC) $(CFLAGS) $(MODE.$(config)) -pthread $(LDFLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^)
 LIBS = $(PKG_LIBS) $(MPI_LIBS) $(LDLIBS) -lm
 
 # The kernels are compiled once per instruction set and chosen at run time; nothing else may use more than plain x86-64.
@@ -51,7 +51,8 @@ $(B)/kernels_avxvnni.o: ISA := $(AVX2) $(AVXVNNI)
 $(B)/kernels_avx512.o: ISA := $(AVX2) $(AVX512)
 
 # CUDA: where nvcc is, the backend is built into ./gen for the architectures of CUDA_ARCH (and, as PTX, for later ones);
-# elsewhere, or with NVCC= on the command line, nocuda.c stands in for it.
+# elsewhere, or with NVCC= on the command line, nocuda.c stands in for it. ptxas's report and what nvcc made on the way stay
+# in build/release/nvcc, for the tests.
 NVCC ?= $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
 CUDA_ARCH ?= 80 90
 CUDA_HOME ?= $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(lastword $(NVCC)) 2>/dev/null)))
@@ -76,11 +77,11 @@ READERS := $(B)/libreaders.a
 # A test program has cmocka, a tool serves the Python tests, a fuzz target has libFuzzer's entry point and elsewhere than in
 # config=fuzz is driven by tests/fuzz_main.c.
 TESTS := $(patsubst %.c,$(B)/%,$(wildcard tests/test_*.c))
-TOOLS := $(patsubst %.c,$(B)/%,$(wildcard tests/*_tool.c))
+TOOLS := $(patsubst %.c,$(B)/%,$(filter-out tests/cuda_tool.c,$(wildcard tests/*_tool.c)))
 FUZZERS := $(patsubst %.c,$(B)/%,$(filter-out tests/fuzz_main.c,$(wildcard tests/fuzz_*.c)))
 
 EMULATOR := $(patsubst %.cpp,$(B)/%.o,$(wildcard tests/emulator/*.cpp))
-EMULATED := $(B)/emulated/cases $(if $(CUDA_SOURCES),$(B)/emulated/gen)
+EMULATED := $(B)/emulated/cases $(if $(CUDA_SOURCES),$(B)/emulated/gen $(B)/emulated/cuda_tool)
 
 VENV := build/venv
 PYTHON := $(VENV)/bin/python
@@ -186,8 +187,10 @@ $(B)/%.o: %.c $(B)/flags
 
 $(CUDA_OBJECTS): $(B)/%.o: %.cu $(B)/cuda-flags
 	@echo '  NVCC $<'
-	@mkdir -p $(@D)
-	@$(NVCC) $(CUDA_FLAGS) $(CUDA_CODE) -I. -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+	@mkdir -p $(B)/nvcc
+	@$(NVCC) $(CUDA_FLAGS) $(CUDA_CODE) -Xptxas -v --keep --keep-dir $(B)/nvcc -I. -MMD -MP -MF $(@:.o=.d) -c -o $@ $< \
+	    2>$(B)/nvcc/$*.log || { cat $(B)/nvcc/$*.log >&2; exit 1; }
+	@grep -E 'warning|error' $(B)/nvcc/$*.log >&2 || true
 
 $(B)/tests/emulator/%.o: tests/emulator/%.cpp $(B)/cuda-flags
 	@echo '  CXX  $<'
@@ -207,7 +210,9 @@ $(B)/emulated/cases.o: tests/emulator/cases.cu $(B)/cuda-flags
 $(B)/emulated/cases: $(B)/emulated/cases.o $(EMULATOR)
 	@$(LINK) -lstdc++ -lm
 
-$(B)/emulated/gen: $(B)/gen.o $(CUDA_SOURCES:%.cu=$(B)/emulated/%.o) $(EMULATOR) $(LIBRARY)
+$(B)/emulated/gen: $(B)/gen.o
+$(B)/emulated/cuda_tool: $(B)/tests/cuda_tool.o
+$(B)/emulated/gen $(B)/emulated/cuda_tool: $(CUDA_SOURCES:%.cu=$(B)/emulated/%.o) $(EMULATOR) $(LIBRARY)
 	@echo '  LINK $@'
 	@$(LINK) $(LIBS) -lstdc++
 

@@ -20,29 +20,27 @@ struct ranges {
     uintptr_t shared, shared_end;      /* thread-local variables: shared memory */
 };
 
-static const ranges &memory()
+static ranges look()
 {
-    static const ranges r = [] {
-        ranges found = { 0, UINTPTR_MAX, 0, 0, 0 };
-        dl_iterate_phdr([](dl_phdr_info *info, size_t, void *to) {
-            ranges &f = *(ranges *)to;
-            f.load = info->dlpi_addr;
-            for (int i = 0; i < info->dlpi_phnum; i++) {
-                const ElfW(Phdr) &h = info->dlpi_phdr[i];
-                if (h.p_type == PT_LOAD) {
-                    f.data = std::min(f.data, f.load + h.p_vaddr);
-                    f.data_end = std::max(f.data_end, f.load + h.p_vaddr + h.p_memsz);
-                } else if (h.p_type == PT_TLS) {
-                    f.shared = (uintptr_t)info->dlpi_tls_data;
-                    f.shared_end = f.shared + h.p_memsz;
-                }
+    ranges found = { 0, UINTPTR_MAX, 0, 0, 0 };
+    dl_iterate_phdr([](dl_phdr_info *info, size_t, void *to) {
+        ranges &f = *(ranges *)to;
+        f.load = info->dlpi_addr;
+        for (int i = 0; i < info->dlpi_phnum; i++) {
+            const ElfW(Phdr) &h = info->dlpi_phdr[i];
+            if (h.p_type == PT_LOAD) {
+                f.data = std::min(f.data, f.load + h.p_vaddr);
+                f.data_end = std::max(f.data_end, f.load + h.p_vaddr + h.p_memsz);
+            } else if (h.p_type == PT_TLS) {
+                f.shared = (uintptr_t)info->dlpi_tls_data;
+                f.shared_end = f.shared + h.p_memsz;
             }
-            return 1;                  /* the program itself comes first */
-        }, &found);
-        return found;
-    }();
-    return r;
+        }
+        return 1;                      /* the program itself comes first */
+    }, &found);
+    return found;
 }
+static const ranges memory = look();   /* of the main thread, which is to use the device */
 
 void die_at(const void *pc, const char *form, ...)
 {
@@ -52,7 +50,7 @@ void die_at(const void *pc, const char *form, ...)
     vsnprintf(text, sizeof text, form, list);
     va_end(list);
     snprintf(command, sizeof command, "addr2line -e /proc/%d/exe %#zx 2>/dev/null", (int)getpid(),
-             (uintptr_t)pc - memory().load - 1);
+             (uintptr_t)pc - memory.load - 1);
     FILE *f = popen(command, "r");
     if (f && fgets(where, sizeof where, f)) where[strcspn(where, " \n")] = 0;
     die("%s (%s)", text, *where ? where : "no addr2line");
@@ -72,7 +70,7 @@ struct cell {
 static std::vector<cell> cells;
 static uint32_t block_number;
 
-bool is_shared(uintptr_t p) { return p >= memory().shared && p < memory().shared_end; }
+bool is_shared(uintptr_t p) { return p >= memory.shared && p < memory.shared_end; }
 
 [[noreturn]] static void race(const char *what, unsigned other, uintptr_t p, const void *pc)
 {
@@ -128,7 +126,7 @@ static void access_shared(uintptr_t p, size_t bytes, bool write, bool atomic, co
         die_at(pc, "out-of-bounds %s of %zu bytes: byte %zd of %zu of dynamic shared memory", write ? "write" : "read",
                bytes, p - dynamic, running->shared);
     for (size_t i = 0; i < bytes; i++) {
-        cell &c = cells[p + i - memory().shared];
+        cell &c = cells[p + i - memory.shared];
         bool fresh = c.block != block_number;
         if (fresh) {
             if (!write) die_at(pc, "a read of shared memory that nobody wrote (byte %zd of the dynamic part)", p + i - dynamic);
@@ -143,7 +141,7 @@ static void access_shared(uintptr_t p, size_t bytes, bool write, bool atomic, co
 
 void mark_pending(uintptr_t p, size_t bytes)
 {
-    for (size_t i = 0; i < bytes; i++) cells[p + i - memory().shared].pending = true;
+    for (size_t i = 0; i < bytes; i++) cells[p + i - memory.shared].pending = true;
 }
 
 void land(const copy &c)
@@ -152,7 +150,7 @@ void land(const copy &c)
     memset(c.dst, 0, c.bytes);
     memcpy(c.dst, c.src, c.bytes - c.zeros);
     for (size_t i = 0; i < c.bytes; i++) {
-        cell &x = cells[p + i - memory().shared];
+        cell &x = cells[p + i - memory.shared];
         x.pending = false;
         x.write_barrier = current->barriers;
         x.write_meeting = current->meetings;
@@ -210,7 +208,8 @@ static void count_requests()
 void access_start_block()
 {
     block_number++;
-    if (cells.empty()) cells.resize(memory().shared_end - memory().shared);
+    if (cells.empty()) cells.resize(memory.shared_end - memory.shared);
+    if (!is_shared((uintptr_t)smem)) die("the device is used by another thread than the program's first");
     memset(smem, 0xff, running->shared);
 }
 
@@ -243,7 +242,7 @@ void access(uintptr_t p, size_t bytes, bool write, bool atomic, const void *pc)
 {
     if (!current) return;              /* the host's code: pages guard it */
     if (p - (uintptr_t)current->stack < STACK_BYTES) return;
-    const ranges &m = memory();
+    const ranges &m = memory;
     if (allocation *a = find_allocation(p)) access_global(*a, p, bytes, write, atomic, pc);
     else if (p >= m.shared && p < m.shared_end) access_shared(p, bytes, write, atomic, pc);
     else if (p >= m.data && p < m.data_end) return;

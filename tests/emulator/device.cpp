@@ -15,12 +15,12 @@ namespace emulator {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* One reservation of address space, in which each allocation has slots of its own and ends, as near as its alignment
- * lets it, at a page that cannot be touched. What was freed is not used again. */
-constexpr size_t ARENA = (size_t)1 << 38, SLOT = 1 << 20, PAGE = 4096, ALIGNMENT = 256;
-static uintptr_t arena;
+/* An allocation ends, as near as its alignment lets it, at a page that cannot be touched. What was freed is not used
+ * again. */
+constexpr size_t PAGE = 4096, ALIGNMENT = 256;
+uintptr_t arena;
+allocation **slot_owner;
 static size_t slots_used;
-static std::vector<uint32_t> slot_owner;           /* [ARENA / SLOT] index into `all` plus 1 */
 static std::deque<allocation> all;                 /* pointers to its elements stay good */
 static size_t in_use;                              /* bytes of device memory */
 static int live_objects[4];                        /* streams, events, graphs, graph instances */
@@ -29,13 +29,9 @@ static int opened;
 
 static const char *kind(const allocation &a) { return a.pinned ? "host" : "device"; }
 
-allocation *find_allocation(uintptr_t p)
+allocation *find_registered(uintptr_t p)
 {
-    if (p - arena < ARENA && arena) {
-        uint32_t i = slot_owner[(p - arena) / SLOT];
-        return i ? &all[i - 1] : nullptr;
-    }
-    for (allocation &a : all)          /* memory of the host's that was registered */
+    for (allocation &a : all)
         if (a.map == 0 && !a.freed && p >= a.start && p < a.end) return &a;
     return nullptr;
 }
@@ -107,8 +103,9 @@ static void start()
     started = true;
     void *p = mmap(NULL, ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) die("no address space for device memory");
-    arena = ((uintptr_t)p + SLOT - 1) / SLOT * SLOT;
-    slot_owner.assign(ARENA / SLOT, 0);
+    arena = ((uintptr_t)p + SLOT) / SLOT * SLOT;   /* a page at least lies before it */
+    slot_owner = (allocation **)calloc(ARENA / SLOT, sizeof *slot_owner);
+    if (!slot_owner) die("no memory");
     static char stack[64 << 10];
     stack_t alternate = {};
     alternate.ss_sp = stack;
@@ -128,10 +125,10 @@ static void allocate(void **out, size_t bytes, bool pinned, place at)
     constexpr size_t FILL = 32 << 20;
     start();
     size_t pages = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, mapped = (pages + PAGE - 1) / PAGE * PAGE;
-    size_t slots = (mapped + 2 * PAGE + SLOT - 1) / SLOT;
+    size_t slots = (mapped + PAGE + SLOT - 1) / SLOT;
     if ((slots_used + slots + 1) * SLOT > ARENA) die("no address space left");
     allocation a = {};
-    a.map = arena + slots_used * SLOT + PAGE;
+    a.map = arena + slots_used * SLOT;
     a.map_end = a.map + mapped;
     a.start = a.map_end - pages;
     a.end = a.start + bytes;
@@ -139,8 +136,9 @@ static void allocate(void **out, size_t bytes, bool pinned, place at)
     a.at = at;
     a.label = std::string(strrchr(at.file, '/') ? strrchr(at.file, '/') + 1 : at.file) + ":" + std::to_string(at.line);
     all.push_back(a);
-    std::fill_n(slot_owner.begin() + (long)slots_used, slots, (uint32_t)all.size());
+    std::fill_n(slot_owner + slots_used, slots, &all.back());
     slots_used += slots;
+    madvise((void *)a.map, mapped, MADV_HUGEPAGE);             /* less to do when it is protected */
     protect(a, PROT_READ | PROT_WRITE);
     memset((void *)a.start, 0xff, std::min(bytes, FILL));
     if (bytes > FILL) memset((void *)(a.end - std::min(bytes - FILL, FILL)), 0xff, std::min(bytes - FILL, FILL));

@@ -68,7 +68,15 @@ struct allocation {
     std::string label;
     std::vector<uint32_t> written;     /* for each 64 bytes, the launch that wrote there last */
 };
-allocation *find_allocation(uintptr_t p);
+/* One reservation of address space in which each allocation has slots of its own. */
+constexpr size_t ARENA = (size_t)1 << 38, SLOT = 2 << 20;
+extern uintptr_t arena;                /* 0 until anything is allocated */
+extern allocation **slot_owner;        /* [ARENA / SLOT] */
+allocation *find_registered(uintptr_t p);          /* memory of the host's, in its own place */
+static inline allocation *find_allocation(uintptr_t p)
+{
+    return p - arena < ARENA && arena ? slot_owner[(p - arena) / SLOT] : find_registered(p);
+}
 /* Device memory may be touched while one of these lives. */
 struct device_open { device_open(); ~device_open(); };
 
