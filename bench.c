@@ -133,8 +133,7 @@ static bool open_engine(struct run *r, const struct model *m, struct engine_opti
 
 static void add_matrix(struct token_work *w, const struct matrix *x, double *products)
 {
-    const struct type_info *t = type_info(x->tensor->type);
-    w->matrices += (double)(x->rows * (x->columns / t->block) * t->bytes);
+    w->matrices += (double)x->rows * (double)matrix_row_bytes(x);
     *products += (double)x->rows * (double)x->columns;
 }
 

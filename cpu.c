@@ -154,30 +154,10 @@ struct loading {
     void (*progress)(double);
 };
 
-/* Bytes of n columns of a row of the file. */
-static size_t column_bytes(const struct matrix *x, uint64_t n)
-{
-    const struct type_info *t = type_info(x->tensor->type);
-    return n / t->block * t->bytes;
-}
-static size_t row_bytes(const struct matrix *x) { return column_bytes(x, x->columns); }
-
-/* Copies rows [row0, row0 + n) of a matrix from the file. */
-static bool read_rows(const struct model *m, const struct matrix *x, uint64_t row0, uint64_t n, void *dst,
-                      struct error *e)
-{
-    size_t stride = column_bytes(x, x->tensor->ne[0]), at = (x->row0 + row0) * stride + column_bytes(x, x->col0);
-    if (row_bytes(x) == stride) return gguf_read(m->file, x->tensor, at, dst, n * stride, e);
-    for (uint64_t i = 0; i < n; i++)
-        if (!gguf_read(m->file, x->tensor, at + i * stride, (char *)dst + i * row_bytes(x), row_bytes(x), e))
-            return false;
-    return true;
-}
-
 /* Rows of a piece of about 256 KiB, whole tiles. */
 static int64_t piece_tiles(const struct cpu *c, const struct matrix *x)
 {
-    int64_t n = (256 << 10) / (int64_t)(row_bytes(x) * c->k->tile);
+    int64_t n = (256 << 10) / (int64_t)(matrix_row_bytes(x) * c->k->tile);
     return n < 1 ? 1 : n;
 }
 
@@ -190,12 +170,12 @@ static void load_piece(void *user, int i, int thread)
     if (atomic_load(&l->failed)) return;
     int64_t row0 = p->tile0 * c->k->tile, row1 = p->tile1 * c->k->tile;
     if (row1 > (int64_t)w->src->rows) row1 = w->src->rows;
-    size_t bytes = (size_t)(row1 - row0) * row_bytes(w->src);
+    size_t bytes = (size_t)(row1 - row0) * matrix_row_bytes(w->src);
     struct error mine = { 0 };
-    void *dst = w->at + (size_t)row0 * row_bytes(w->src);
+    void *dst = w->at + (size_t)row0 * matrix_row_bytes(w->src);
     if (w->dst->packed && !(dst = malloc(bytes)))
         fail(&mine, GEN_RUN, "cannot allocate %zu bytes to read the weights", bytes);
-    if (mine.code || !read_rows(c->m, w->src, row0, row1 - row0, dst, &mine)) {
+    if (mine.code || !matrix_read(c->m, w->src, row0, row1 - row0, dst, &mine)) {
         if (!atomic_exchange(&l->failed, true)) *l->e = mine;
     } else if (w->dst->packed)
         c->k->pack(w->dst->type, dst, w->dst->rows, w->dst->cols, p->tile0, p->tile1, w->at);
@@ -209,11 +189,11 @@ static void load_piece(void *user, int i, int thread)
 static void plan(struct loading *l, const struct matrix *src, struct weight *dst)
 {
     struct cpu *c = l->c;
-    const void *map = gguf_data(c->m->file, src->tensor);
-    bool raw = c->k->packed_bytes(src->tensor->type, src->rows, src->columns) == 0;
-    bool whole_rows = src->columns == src->tensor->ne[0];
-    *dst = (struct weight){ src->tensor->type, (int64_t)src->rows, (int64_t)src->columns, !raw, NULL };
-    if (raw && map && whole_rows) dst->data = (const char *)map + src->row0 * row_bytes(src);
+    const void *map = matrix_data(c->m, src);
+    enum tensor_type type = matrix_type(src);
+    bool raw = c->k->packed_bytes(type, src->rows, src->columns) == 0;
+    *dst = (struct weight){ type, (int64_t)src->rows, (int64_t)src->columns, !raw, NULL };
+    if (raw && map) dst->data = map;
     else l->list[l->n++] = (struct load){ src, dst, NULL };
 }
 
@@ -249,8 +229,8 @@ static bool load_weights(struct cpu *c, void (*progress)(double), struct error *
     for (int pass = 0; pass < 2; pass++) {
         for (int i = 0; i < l.n; i++) {
             const struct matrix *x = l.list[i].src;
-            size_t bytes = l.list[i].dst->packed ? c->k->packed_bytes(x->tensor->type, x->rows, x->columns)
-                                                 : x->rows * row_bytes(x);
+            size_t bytes = l.list[i].dst->packed ? c->k->packed_bytes(matrix_type(x), x->rows, x->columns)
+                                                 : x->rows * matrix_row_bytes(x);
             l.list[i].at = carve(&v, bytes, 1);
             l.list[i].dst->data = l.list[i].at;
             int64_t tiles = ((int64_t)x->rows + c->k->tile - 1) / c->k->tile, step = piece_tiles(c, x);
@@ -293,6 +273,14 @@ static bool load_vector(struct cpu *c, const struct gguf_tensor *t, const float 
     return load_part(c, t, 0, t ? t->ne[0] : 0, out, e);
 }
 
+/* Reads a bias of keys or values, for heads of `size`. */
+static bool load_kv_bias(struct cpu *c, const struct gguf_tensor *t, int size, const float **out, struct error *e)
+{
+    float *p = t ? alloc_zeroed((size_t)c->m->n_kv * size, sizeof *p, "a bias", e) : NULL;
+    *out = p;
+    return !t || (p && model_read_kv_bias(c->m, t, p, e));
+}
+
 static bool load_vectors(struct cpu *c, struct error *e)
 {
     const struct model *m = c->m;
@@ -305,8 +293,7 @@ static bool load_vectors(struct cpu *c, struct error *e)
         int k = m->head_k, v = m->head_v;
         if (!load_vector(c, s->attn_norm, &d->attn_norm, e) ||
             !load_part(c, s->q_bias, m->head0 * k, m->n_head * k, &d->q_bias, e) ||
-            !load_part(c, s->k_bias, m->kv0 * k, m->n_kv * k, &d->k_bias, e) ||
-            !load_part(c, s->v_bias, m->kv0 * v, m->n_kv * v, &d->v_bias, e) ||
+            !load_kv_bias(c, s->k_bias, k, &d->k_bias, e) || !load_kv_bias(c, s->v_bias, v, &d->v_bias, e) ||
             !load_vector(c, s->o_bias, &d->o_bias, e) || !load_vector(c, s->q_norm, &d->q_norm, e) ||
             !load_vector(c, s->k_norm, &d->k_norm, e) || !load_vector(c, s->attn_post_norm, &d->attn_post_norm, e) ||
             !load_vector(c, s->ffn_norm, &d->ffn_norm, e) || !load_vector(c, s->ffn_post_norm, &d->ffn_post_norm, e))

@@ -10,6 +10,7 @@
 #include "gguf.h"
 #include "input.h"
 #include "inspect.h"
+#include "kvreport.h"
 #include "measure.h"
 #include "model.h"
 #include "options.h"
@@ -316,12 +317,18 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
     };
 }
 
+static struct model_options model_options(const struct program *p, int64_t ctx)
+{
+    struct comm *parts = p->o.data_parallel ? NULL : p->comm;
+    return (struct model_options){ p->o.rope_freq_base, p->o.rope_scale, (int)ctx, comm_rank(parts), comm_size(parts),
+                                   p->o.kv_heads };
+}
+
 /* The model takes the file over, whether it can be opened or not. */
 static bool open_model(struct program *p, int64_t ctx, struct error *e)
 {
     char remark[200] = "";
-    struct comm *parts = p->o.data_parallel ? NULL : p->comm;
-    struct model_options mo = { p->o.rope_freq_base, p->o.rope_scale, (int)ctx, comm_rank(parts), comm_size(parts) };
+    struct model_options mo = model_options(p, ctx);
     struct gguf *file = p->file;
     p->file = NULL;
     if (!model_open(&p->model, file, &mo, remark, e)) return false;
@@ -329,45 +336,86 @@ static bool open_model(struct program *p, int64_t ctx, struct error *e)
     return true;
 }
 
-/* The context to use when `asked` is asked for; 0 = the model's, or what fits memory. */
-static bool choose_context(const struct program *p, int64_t asked, int64_t *ctx, struct error *e)
+/* Chooses the types that are to be chosen, for a context of `asked` tokens (0 = the model's). */
+static bool choose_types(struct program *p, int64_t asked, struct error *e)
 {
+    struct options *o = &p->o;
+    bool auto_k = o->type_k == CACHE_AUTO, auto_v = o->type_v == CACHE_AUTO;
+    struct engine_options eo = engine_options(p, asked ? asked : p->model->n_ctx);
+    if (!auto_k && !auto_v) return true;
+    if (!finest_types(p->model, &eo, auto_k, auto_v, cache_room(p->model, o->kv_memory), e)) return false;
+    o->type_k = eo.type_k;
+    o->type_v = eo.type_v;
+    note(p, "types chosen for the cache of %lld tokens: keys %s, values %s", (long long)eo.ctx,
+         kv_type_name(eo.type_k), kv_type_name(eo.type_v));
+    return true;
+}
+
+/* The context to use when `asked` is asked for; 0 = the model's, or what fits memory. */
+static bool choose_context(struct program *p, int64_t asked, int64_t *ctx, struct error *e)
+{
+    if (!choose_types(p, asked, e)) return false;
     struct engine_options eo = engine_options(p, asked);
     const struct model *m = p->model;
     struct kv_usage need;
-    uint64_t available = memory_available();
+    uint64_t budget = (uint64_t)p->o.kv_memory, available = budget ? budget : memory_available();
+    const char *whose = budget ? "that --kv-memory gives" : "that are available";
     char a[32], b[32];
     human_bytes((double)available, a);
     if (!asked) {
         if (eo.window && !engine_estimate(m, &eo, &need, e)) return false;
-        *ctx = largest_context(m, &eo, m->n_ctx, cache_room(m));
-        if (!*ctx) return fail(e, GEN_RUN, "the model needs more memory than the %s that are available", a);
-        if (*ctx < m->n_ctx)
-            note(p, "the context is lowered from the model's %d to %lld tokens, whose cache fits the memory available",
-                 m->n_ctx, (long long)*ctx);
-        return true;
+        *ctx = largest_context(m, &eo, m->n_ctx, cache_room(m, p->o.kv_memory));
+        return *ctx || fail(e, GEN_RUN, "%s needs more memory than the %s %s", budget ? "one block of 32 tokens"
+                                                                                      : "the model", a, whose);
     }
     *ctx = asked;
     if (!engine_estimate(m, &eo, &need, e)) return false;
     if (need.bytes_reserved > available)
-        return fail(e, GEN_RUN, "a context of %lld tokens needs %zu bytes (%s) for its cache, but %s are available: "
+        return fail(e, GEN_RUN, "a context of %lld tokens needs %zu bytes (%s) for its cache, more than the %s %s: "
                                 "lower --ctx-size or choose smaller types with -ctk and -ctv", (long long)asked,
-                    need.bytes_reserved, human_bytes((double)need.bytes_reserved, b), a);
+                    need.bytes_reserved, human_bytes((double)need.bytes_reserved, b), a, whose);
     if (asked > m->n_ctx)
         note(p, "warning: the model was made for %d tokens, fewer than --ctx-size %lld", m->n_ctx, (long long)asked);
     return true;
 }
 
-static bool open_engine(struct program *p, int64_t ctx, struct error *e)
+static bool prompt_fits(const struct program *p, int64_t ctx, struct error *e)
 {
-    struct engine_options eo = engine_options(p, ctx);
+    return (int64_t)p->n_prompt <= ctx || p->o.window
+        || fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: raise --ctx-size or shorten "
+                              "the prompt", p->n_prompt, (long long)ctx);
+}
+
+/* What is not exact is said once. */
+static void note_approximations(const struct program *p, const struct engine_options *eo)
+{
+    const struct model *m = p->model;
+    if (kv_sealed(eo->type_k) || kv_sealed(eo->type_v))
+        note(p, "the cache is approximate: keys %s, values %s", kv_type_name(eo->type_k), kv_type_name(eo->type_v));
+    if (eo->window)
+        note(p, "the cache is approximate: the last %d tokens and the first %d are kept", eo->window, eo->sinks);
+    if (m->n_kv * m->ranks < m->file_kv)
+        note(p, "the model is approximate: its %d key/value heads are averaged to %d, without the training that this "
+                "asks for", m->file_kv, m->n_kv * m->ranks);
+}
+
+/* Opens the engine for the prompt and a context of `asked` tokens; 0 = the model's, or as many as memory allows, which
+ * is known for certain only when all has been reserved. */
+static bool open_engine(struct program *p, int64_t asked, struct error *e)
+{
+    int64_t ctx;
     char a[32];
-    if (!engine_open(&p->engine, p->model, &eo, e)) return false;
+    if (!choose_context(p, asked, &ctx, e) || !prompt_fits(p, ctx, e)) return false;
+    struct engine_options eo = engine_options(p, ctx);
+    while (!engine_open(&p->engine, p->model, &eo, e)) {
+        if (asked || eo.window || p->comm || e->code != GEN_RUN || eo.ctx < 2 * KV_BLOCK) return false;
+        eo.ctx = eo.ctx / 2 / KV_BLOCK * KV_BLOCK;
+    }
     progress("loading", 1);
-    if (kv_sealed(eo.type_k) || kv_sealed(eo.type_v))
-        note(p, "the cache is approximate: keys %s, values %s", kv_type_name(eo.type_k), kv_type_name(eo.type_v));
-    if (eo.window)
-        note(p, "the cache is approximate: the last %d tokens and the first %d are kept", eo.window, eo.sinks);
+    if (!asked && eo.ctx < p->model->n_ctx)
+        note(p, "the context is lowered from the model's %d to %lld tokens, whose cache fits the memory %s",
+             p->model->n_ctx, (long long)eo.ctx, p->o.kv_memory ? "that --kv-memory gives" : "available");
+    note_approximations(p, &eo);
     const struct backend *b = engine_backend(p->engine);
     p->result.load_s = now_seconds() - p->begun;
     if (p->o.verbose) {
@@ -376,7 +424,7 @@ static bool open_engine(struct program *p, int64_t ctx, struct error *e)
              (long long)engine_ctx(p->engine), p->o.layout == KV_PAGED ? "paged" : "contiguous",
              human_bytes((double)engine_kv_usage(p->engine).bytes_reserved, a));
     }
-    return true;
+    return prompt_fits(p, eo.ctx, e);
 }
 
 /* ---- generation ------------------------------------------------------------------------------------------------- */
@@ -509,13 +557,11 @@ static bool run_session(struct program *p, struct error *e)
 {
     struct options *o = &p->o;
     int signal = 0;
-    int64_t ctx;
     if (o->json || o->display_prompt)
         return fail(e, GEN_USAGE, "%s does nothing in a chat that goes on: give one message with -st",
                     o->json ? "--json" : "--display-prompt");
     if (!options_given(o, "predict")) o->predict = -1;
-    if (!open_model(p, o->ctx, e) || !choose_context(p, o->ctx, &ctx, e)) return false;
-    if (!choose_seed(p, e) || !open_engine(p, ctx, e)) return false;
+    if (!open_model(p, o->ctx, e) || !choose_seed(p, e) || !open_engine(p, o->ctx, e)) return false;
     struct chat_session session = {
         .options = o, .tokenizer = p->tokenizer, .engine = p->engine, .conversation = p->conversation,
         .first = o->text || o->prompt || o->file ? p->prompt.data : NULL, .n_first = p->prompt.len,
@@ -529,16 +575,11 @@ static bool run_session(struct program *p, struct error *e)
 
 static bool run_generate(struct program *p, struct error *e)
 {
-    int64_t ctx;
     if (!make_prompt(p, e)) return false;
     if (p->session) return run_session(p, e);
     if (p->n_prompt == 0)
         return fail(e, GEN_USAGE, "the prompt is empty, and no start token stands in for it: give some text with -p");
-    if (!open_model(p, p->o.ctx, e) || !choose_context(p, p->o.ctx, &ctx, e)) return false;
-    if ((int64_t)p->n_prompt > ctx && !p->o.window)
-        return fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: raise --ctx-size or shorten "
-                                  "the prompt", p->n_prompt, (long long)ctx);
-    if (!prepare(p, e) || !open_engine(p, ctx, e)) return false;
+    if (!open_model(p, p->o.ctx, e) || !prepare(p, e) || !open_engine(p, p->o.ctx, e)) return false;
     warn_of_unread_input(p);
     catch_signals();
     if (!generate(p, e) || (p->o.json && !print_json(p, e))) return false;
@@ -606,13 +647,11 @@ static bool open_batch(struct program *p, struct request_context *c, struct erro
 {
     const struct options *o = &p->o;
     struct bytes source = { 0 };
-    int64_t ctx;
     size_t name = strlen(o->lines);
     if (!open_tokenizer(p, e)) return false;
     bool chats = options_chat(o), ok = open_template(p, &source, no_chat) || !chats || (*e = *no_chat, false);
-    ok = ok && open_model(p, o->ctx, e) && choose_context(p, o->ctx, &ctx, e)
-      && request_base(c->base, o, source.data ? source.data : "", source.len, p->model->file, e)
-      && open_engine(p, ctx, e);
+    ok = ok && open_model(p, o->ctx, e) && open_engine(p, o->ctx, e)
+      && request_base(c->base, o, source.data ? source.data : "", source.len, p->model->file, e);
     bytes_free(&source);
     c->options = o;
     c->tokenizer = p->tokenizer;
@@ -703,6 +742,26 @@ static bool run_dump_tokens(struct program *p, struct error *e)
     return ok;
 }
 
+/* The tokens of a text that is scored, which stays as it is spelled. */
+static bool read_scored(struct program *p, const char *path, struct error *e)
+{
+    if (!input_read(path, &p->prompt, e) || !open_tokenizer(p, e)) return false;
+    struct span text = { p->prompt.len ? p->prompt.data : "", p->prompt.len, false };
+    if (!tokenizer_encode(p->tokenizer, &text, 1, true, &p->tokens, e)) return false;
+    bytes_free(&p->prompt);
+    return true;
+}
+
+/* The tokens of a window of a scored text. */
+static bool choose_window(const struct program *p, int64_t preset, int64_t *window, struct error *e)
+{
+    int64_t most = p->model->n_ctx;
+    *window = options_given(&p->o, "ctx-size") ? p->o.ctx ? p->o.ctx : most : preset;
+    return (*window >= 4 && *window <= most)
+        || fail(e, GEN_USAGE, "--ctx-size %lld is not possible as the size of a window: it takes 4 to %d tokens, the "
+                              "model's context", (long long)*window, p->model->n_ctx);
+}
+
 static bool run_perplexity(struct program *p, struct error *e)
 {
     const struct options *o = &p->o;
@@ -710,22 +769,14 @@ static bool run_perplexity(struct program *p, struct error *e)
                                      .progress = progress, .stop = &stop_now };
     struct perplexity result;
     struct bytes out = { 0 };
-    int64_t ctx;
     struct stat a, b;
     if (o->save_logits && stat(o->perplexity, &a) == 0 && stat(o->save_logits, &b) == 0 && S_ISREG(b.st_mode) &&
         a.st_dev == b.st_dev && a.st_ino == b.st_ino)
         return fail(e, GEN_USAGE, "--save-logits %s would overwrite the text that is scored: name another file",
                     o->save_logits);
-    if (!input_read(o->perplexity, &p->prompt, e) || !open_tokenizer(p, e)) return false;
-    struct span text = { p->prompt.len ? p->prompt.data : "", p->prompt.len, false };
-    if (!tokenizer_encode(p->tokenizer, &text, 1, true, &p->tokens, e)) return false;
-    bytes_free(&p->prompt);
-    if (!open_model(p, o->ctx, e)) return false;
-    po.window = !options_given(o, "ctx-size") ? 512 : o->ctx ? o->ctx : p->model->n_ctx;
-    if (po.window < 4 || po.window > p->model->n_ctx)
-        return fail(e, GEN_USAGE, "--ctx-size %lld is not possible as the size of a window: it takes 4 to %d tokens, "
-                                  "the model's context", (long long)po.window, p->model->n_ctx);
-    if (!choose_context(p, po.window, &ctx, e) || !open_engine(p, ctx, e)) return false;
+    if (!read_scored(p, o->perplexity, e) || !open_model(p, o->ctx, e) || !choose_window(p, 512, &po.window, e))
+        return false;
+    if (!open_engine(p, po.window, e)) return false;
     catch_signals();
     bool ok = perplexity_measure(&result, p->engine, p->tokenizer, p->tokens.data, p->tokens.len, &po, e);
     progress("perplexity", 1);
@@ -738,11 +789,29 @@ static bool run_bench(struct program *p, struct error *e)
     struct bench_options bo = { .prefill = o->bench_prefill, .decode = o->bench_decode, .depth = o->bench_depth,
                                 .parallel = o->bench_parallel, .reps = o->reps, .json = o->json, .progress = progress,
                                 .stop = &stop_now };
-    struct engine_options eo = engine_options(p, o->ctx);
     struct bytes out = { 0 };
-    if (!open_file(p, e) || !open_model(p, o->ctx, e)) return false;
+    if (!open_file(p, e) || !open_model(p, o->ctx, e) || !choose_types(p, o->ctx, e)) return false;
+    struct engine_options eo = engine_options(p, o->ctx);
     catch_signals();
     bool ok = bench_run(&out, p->model, &eo, &bo, e);
+    progress("measuring", 1);
+    return ok && print(&out, e);
+}
+
+static bool run_kv_report(struct program *p, struct error *e)
+{
+    struct options *o = &p->o;
+    struct kv_report_options ko = { .chunks = o->chunks ? o->chunks : 2, .model = model_options(p, o->ctx),
+                                    .map = !o->no_mmap, .json = o->json, .progress = progress, .stop = &stop_now };
+    struct bytes out = { 0 };
+    int64_t ctx;
+    o->kv_heads = KV_HEADS_AUTO;       /* of the model; the report has one more with what is asked for */
+    if (!read_scored(p, o->file, e) || !open_model(p, o->ctx, e) || !choose_window(p, 1024, &ko.window, e) ||
+        !choose_context(p, ko.window, &ctx, e))
+        return false;
+    struct engine_options eo = engine_options(p, ctx);
+    catch_signals();
+    bool ok = kv_report(&out, p->model, p->tokenizer, p->tokens.data, p->tokens.len, &eo, &ko, e);
     progress("measuring", 1);
     return ok && print(&out, e);
 }
@@ -756,9 +825,9 @@ static bool run_inspect(struct program *p, struct error *e)
 static bool run_dry_run(struct program *p, struct error *e)
 {
     struct bytes out = { 0 };
+    if (!open_file(p, e) || !open_model(p, p->o.ctx, e) || !choose_types(p, p->o.ctx, e)) return false;
     struct engine_options eo = engine_options(p, p->o.ctx);
-    return open_file(p, e) && open_model(p, p->o.ctx, e) && inspect_run(&out, p->model, &eo, p->o.json, e)
-        && print(&out, e);
+    return inspect_run(&out, p->model, &eo, cache_room(p->model, p->o.kv_memory), p->o.json, e) && print(&out, e);
 }
 
 static bool run_check_tensors(struct program *p, struct error *e)
@@ -829,8 +898,9 @@ static bool run_completion(struct program *p, struct error *e)
 static bool (*const tasks[])(struct program *p, struct error *e) = {
     [MODE_GENERATE] = run_generate, [MODE_BATCH] = run_batch, [MODE_SHOW_PROMPT] = run_show_prompt,
     [MODE_DUMP_TOKENS] = run_dump_tokens, [MODE_PERPLEXITY] = run_perplexity, [MODE_BENCH] = run_bench,
-    [MODE_INSPECT] = run_inspect, [MODE_DRY_RUN] = run_dry_run, [MODE_CHECK_TENSORS] = run_check_tensors,
-    [MODE_HELP] = run_help, [MODE_VERSION] = run_version, [MODE_COMPLETION] = run_completion,
+    [MODE_KV_REPORT] = run_kv_report, [MODE_INSPECT] = run_inspect, [MODE_DRY_RUN] = run_dry_run,
+    [MODE_CHECK_TENSORS] = run_check_tensors, [MODE_HELP] = run_help, [MODE_VERSION] = run_version,
+    [MODE_COMPLETION] = run_completion,
 };
 
 static void close_program(struct program *p)

@@ -147,8 +147,9 @@ bool inspect_file(struct bytes *out, const struct gguf *g, bool json, struct err
 
 /* ---- a run */
 
-uint64_t cache_room(const struct model *m)
+uint64_t cache_room(const struct model *m, int64_t budget)
 {
+    if (budget) return (uint64_t)budget;
     uint64_t available = memory_available(), room = available - available / 4, weights = tensor_bytes(m->file);
     return room > weights ? room - weights : 0;
 }
@@ -173,16 +174,30 @@ int64_t largest_context(const struct model *m, const struct engine_options *o, i
     return low * KV_BLOCK;
 }
 
+bool finest_types(const struct model *m, struct engine_options *o, bool auto_k, bool auto_v, uint64_t room,
+                  struct error *e)
+{
+    static const enum kv_type steps[] = { KV_F16, KV_INT8, KV_INT4 };
+    struct kv_usage usage;
+    for (int i = 0; i < 5; i++) {
+        if (auto_k) o->type_k = steps[auto_v ? i / 2 : i < 2 ? i : 2];
+        if (auto_v) o->type_v = steps[auto_k ? (i + 1) / 2 : i < 2 ? i : 2];
+        if (!engine_estimate(m, o, &usage, e)) return false;
+        if (usage.bytes_reserved <= room) break;
+    }
+    return true;
+}
+
 /* What a cache of one pair of types takes. */
 struct estimate { enum kv_type k, v; uint64_t formula; struct kv_usage usage; int64_t largest; };
 
 static bool estimate(struct estimate *s, const struct model *m, struct engine_options o, enum kv_type k, enum kv_type v,
-                     struct error *e)
+                     uint64_t room, struct error *e)
 {
     *s = (struct estimate){ .k = k, .v = v };
     o.type_k = k;
     o.type_v = v;
-    s->largest = largest_context(m, &o, INT_MAX / KV_BLOCK * KV_BLOCK, cache_room(m));
+    s->largest = largest_context(m, &o, INT_MAX / KV_BLOCK * KV_BLOCK, room);
     if (!engine_estimate(m, &o, &s->usage, e)) return false;
     s->formula = (uint64_t)s->usage.bytes_per_token * (uint64_t)o.ctx;
     return true;
@@ -232,7 +247,8 @@ static bool run_lines(struct bytes *out, const struct model *m, int64_t ctx, uin
     return ok;
 }
 
-bool inspect_run(struct bytes *out, const struct model *m, const struct engine_options *o, bool json, struct error *e)
+bool inspect_run(struct bytes *out, const struct model *m, const struct engine_options *o, uint64_t room, bool json,
+                 struct error *e)
 {
     struct estimate s[KV_TYPES + 1];
     struct engine_options asked = *o;
@@ -242,7 +258,7 @@ bool inspect_run(struct bytes *out, const struct model *m, const struct engine_o
     for (int k = KV_F32; k < KV_TYPES; k++)
         for (int v = KV_F32; v < KV_TYPES; v++) {
             bool shown = k == v || (k == (int)o->type_k && v == (int)o->type_v);
-            if (shown && !estimate(&s[n++], m, asked, k, v, e)) return false;
+            if (shown && !estimate(&s[n++], m, asked, k, v, room, e)) return false;
         }
     if (json) return json_line(out, run_object(m, asked.ctx, available, s, n), e);
     return run_lines(out, m, asked.ctx, available, s, n) || fail(e, GEN_RUN, "cannot allocate memory for the summary");

@@ -10,19 +10,26 @@
 bool inspect_file(struct bytes *out, const struct gguf *g, bool json, struct error *e);
 
 /* The bytes of weights and cache that engine_open would take with *o, the cache's bytes for each type and the largest
- * context that fits memory. */
-bool inspect_run(struct bytes *out, const struct model *m, const struct engine_options *o, bool json, struct error *e);
+ * context whose cache fits into `room` bytes. */
+bool inspect_run(struct bytes *out, const struct model *m, const struct engine_options *o, uint64_t room, bool json,
+                 struct error *e);
 
 /* Reads every tensor through gguf_read and adds one line when all values are finite. Errors: GEN_MODEL naming the
  * tensors with values that are not, or what cannot be read. progress may be NULL. */
 bool inspect_tensors(struct bytes *out, const struct gguf *g, void (*progress)(const char *what, double done),
                      struct error *e);
 
-/* Bytes that the cache may take: three quarters of the memory available, less the weights. */
-uint64_t cache_room(const struct model *m);
+/* Bytes that the cache may take: `budget` where there is one, else three quarters of the memory available, less the
+ * weights. */
+uint64_t cache_room(const struct model *m, int64_t budget);
 /* The largest context, at most `most` tokens, whose cache fits into `room` bytes; a multiple of KV_BLOCK unless it is
  * `most`. 0: not even one block of tokens fits. */
 int64_t largest_context(const struct model *m, const struct engine_options *o, int64_t most, uint64_t room);
+
+/* Chooses o->type_k where auto_k, o->type_v where auto_v: the finest of f16, int8 and int4, keys never coarser than
+ * values, with which the cache of o->ctx tokens fits into `room` bytes; the coarsest where none does. */
+bool finest_types(const struct model *m, struct engine_options *o, bool auto_k, bool auto_v, uint64_t room,
+                  struct error *e);
 
 /* "1.2 GB" */
 const char *human_bytes(double n, char out[32]);

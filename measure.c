@@ -68,7 +68,16 @@ static void header_of(const struct run *r, struct header *h)
 
 static bool cannot_save(const struct run *r, struct error *e)
 {
+    if (!r->o->save)
+        return fail(e, GEN_RUN, "cannot write the log-probabilities to compare with to a temporary file: %s",
+                    strerror(errno));
     return fail(e, GEN_RUN, "cannot write --save-logits %s: %s", r->o->save, strerror(errno));
+}
+
+static bool cannot_compare(const struct run *r, struct error *e)
+{
+    return fail(e, GEN_RUN, "cannot read %s%s: %s", r->o->base ? "--kl-base " : "the temporary file",
+                r->o->base ? r->o->base : "", strerror(errno));
 }
 
 /* Opens what is written: a temporary file beside the one that is named, links followed, which takes its place when all
@@ -99,12 +108,16 @@ static bool save_open(struct run *r, struct error *e)
 {
     struct header h;
     size_t count = (size_t)(r->windows * r->window);
-    int file = save_target(r, e);
-    if (file < 0) return cannot_save(r, e);
-    r->save = fdopen(file, "wb");
-    if (!r->save) {
-        close(file);
-        return cannot_save(r, e);
+    r->save = r->o->save_to;
+    if (r->save) rewind(r->save);
+    else {
+        int file = save_target(r, e);
+        if (file < 0) return cannot_save(r, e);
+        r->save = fdopen(file, "wb");
+        if (!r->save) {
+            close(file);
+            return cannot_save(r, e);
+        }
     }
     header_of(r, &h);
     return (fwrite(&h, sizeof h, 1, r->save) == 1 && fwrite(r->input, sizeof *r->input, count, r->save) == count)
@@ -115,7 +128,7 @@ static bool save_open(struct run *r, struct error *e)
 static bool save_finish(struct run *r, struct error *e)
 {
     bool ok = fflush(r->save) == 0 && (!r->temporary || fsync(fileno(r->save)) == 0);
-    ok = fclose(r->save) == 0 && ok;
+    if (!r->o->save_to) ok = fclose(r->save) == 0 && ok;
     r->save = NULL;
     if (!ok || (r->temporary && rename(r->temporary, r->final) != 0)) return cannot_save(r, e);
     free(r->temporary);
@@ -126,10 +139,11 @@ static bool save_finish(struct run *r, struct error *e)
 /* Opens the base and checks that it is whole and of the same text, windows and vocabulary. */
 static bool base_open(struct run *r, struct error *e)
 {
-    const char *name = r->o->base;
+    const char *name = r->o->base ? r->o->base : "(a temporary file)";
     struct header h, want;
     struct stat st;
-    r->base = fopen(name, "rbe");
+    r->base = r->o->base_from ? r->o->base_from : fopen(name, "rbe");
+    if (r->o->base_from) rewind(r->base);
     if (!r->base || fstat(fileno(r->base), &st) != 0)
         return fail(e, GEN_USAGE, "cannot read --kl-base %s: %s", name, strerror(errno));
     if (!S_ISREG(st.st_mode)) return fail(e, GEN_USAGE, "--kl-base %s is not a regular file", name);
@@ -153,7 +167,7 @@ static bool base_open(struct run *r, struct error *e)
         return fail(e, GEN_USAGE, "--kl-base %s has %lld bytes instead of %zu: it is incomplete or damaged", name,
                     (long long)st.st_size, whole);
     return fseeko(r->base, (off_t)(tokens + sizeof h), SEEK_SET) == 0
-        || fail(e, GEN_RUN, "cannot read --kl-base %s: %s", name, strerror(errno));
+        || cannot_compare(r, e);
 }
 
 /* ---- scoring */
@@ -180,7 +194,7 @@ static int log_softmax(const float *logits, int n, float *logprob)
 static bool compare(struct run *r, int best, struct error *e)
 {
     if (fread(r->expected, 4, (size_t)r->vocab, r->base) != (size_t)r->vocab)
-        return fail(e, GEN_RUN, "cannot read --kl-base %s: %s", r->o->base, strerror(errno));
+        return cannot_compare(r, e);
     double kl = 0;
     int base_best = 0;
     for (int i = 0; i < r->vocab; i++) {
@@ -272,12 +286,13 @@ bool perplexity_measure(struct perplexity *out, struct engine *g, const struct t
                         size_t n, const struct perplexity_options *o, struct error *e)
 {
     struct run r = { .o = o, .vocab = engine_model(g)->n_vocab };
-    bool ok = prepare(&r, t, tokens, n, e) && (!o->base || base_open(&r, e)) && (!o->save || save_open(&r, e))
-           && score_windows(&r, g, tokens, e) && (!o->save || save_finish(&r, e));
+    bool saves = o->save || o->save_to;
+    bool ok = prepare(&r, t, tokens, n, e) && ((!o->base && !o->base_from) || base_open(&r, e))
+           && (!saves || save_open(&r, e)) && score_windows(&r, g, tokens, e) && (!saves || save_finish(&r, e));
     if (ok) summarise(out, &r);
-    if (r.save) fclose(r.save);
+    if (r.save && !o->save_to) fclose(r.save);
     if (r.temporary) unlink(r.temporary);
-    if (r.base) fclose(r.base);
+    if (r.base && !o->base_from) fclose(r.base);
     free(r.temporary);
     free(r.final);
     free(r.input);

@@ -5,10 +5,13 @@
 #include "engine.h"
 #include "tokenizer.h"
 
+#include <stdio.h>
+
 struct perplexity_options {
     int64_t window;                    /* tokens, >= 4 and at most the engine's context */
     int64_t chunks;                    /* windows at most; 0 = all */
     const char *save, *base;           /* files of log-probabilities to write and to compare with; NULL = none */
+    FILE *save_to, *base_from;         /* the same as open files, which stay open; NULL = none */
     void (*progress)(const char *what, double done);
     const volatile int *stop;          /* non-zero ends the run with an error; may be NULL */
 };

@@ -94,7 +94,23 @@ static bool get_real(const struct model *m, const char *suffix, double lo, doubl
     return true;
 }
 
-static bool read_sizes(struct model *m, char note[200], struct error *e)
+/* The number of key/value heads that is asked for: one that the query heads and the file's heads allow. */
+static bool choose_kv_heads(struct model *m, int asked, struct error *e)
+{
+    const char *path = gguf_path(m->file);
+    m->n_kv = m->file_kv;
+    if (asked == KV_HEADS_GQA && m->file_kv == m->n_head)
+        return fail(e, GEN_USAGE, "--kv-heads gqa is not possible: %s has a key/value head for each of its %d query "
+                                  "heads, so it has no groups of its own: give a number", path, m->n_head);
+    int n = asked == KV_HEADS_MHA ? m->n_head : asked == KV_HEADS_MQA ? 1 : asked > 0 ? asked : m->file_kv;
+    if (m->n_head % n || (m->file_kv % n && n % m->file_kv))
+        return fail(e, GEN_USAGE, "--kv-heads %d is not possible: it must divide the %d query heads of %s, and divide "
+                                  "or be a multiple of its %d key/value heads", n, m->n_head, path, m->file_kv);
+    m->n_kv = n;
+    return true;
+}
+
+static bool read_sizes(struct model *m, const struct model_options *o, char note[200], struct error *e)
 {
     const char *path = gguf_path(m->file);
     m->n_layer = m->n_embd = m->n_ff = m->n_head = m->n_ctx = -1;
@@ -102,11 +118,12 @@ static bool read_sizes(struct model *m, char note[200], struct error *e)
     if (!get_int(m, "embedding_length", 1, 1 << 20, &m->n_embd, e)) return false;
     if (!get_int(m, "feed_forward_length", 1, 1 << 24, &m->n_ff, e)) return false;
     if (!get_int(m, "attention.head_count", 1, 4096, &m->n_head, e)) return false;
-    m->n_kv = m->n_head;
-    if (!get_int(m, "attention.head_count_kv", 1, 4096, &m->n_kv, e)) return false;
-    if (m->n_head % m->n_kv)
+    m->file_kv = m->n_head;
+    if (!get_int(m, "attention.head_count_kv", 1, 4096, &m->file_kv, e)) return false;
+    if (m->n_head % m->file_kv)
         return fail(e, GEN_MODEL, "%s: %d query heads cannot share %d key/value heads evenly", path, m->n_head,
-                    m->n_kv);
+                    m->file_kv);
+    if (!choose_kv_heads(m, o->kv_heads, e)) return false;
     if (!get_int(m, "context_length", 1, INT32_MAX, &m->n_ctx, e)) return false;
     m->head_k = m->n_embd / m->n_head;
     if (!get_int(m, "attention.key_length", 1, HEAD_MOST, &m->head_k, e)) return false;
@@ -277,24 +294,36 @@ static bool bind_matrix(const struct model *m, int layer, const char *name, uint
 {
     char full[96];
     snprintf(full, sizeof full, "blk.%d.%s.weight", layer, name);
-    *out = (struct matrix){ NULL, 0, rows, columns, 0 };
+    *out = (struct matrix){ .rows = rows, .columns = columns };
     return bind(m, full, rows, columns, false, &out->tensor, e);
+}
+
+/* Gives keys or values the number of heads that is wanted. */
+static void regroup(const struct model *m, struct matrix *x, int head)
+{
+    if (m->n_kv == m->file_kv) return;
+    x->head = head;
+    x->heads = m->n_kv;
+    x->file_heads = m->file_kv;
+    x->rows = (uint64_t)m->n_kv * head;
 }
 
 static bool bind_attention(struct model *m, int i, struct layer *l, struct error *e)
 {
-    uint64_t E = m->n_embd, nq = (uint64_t)m->n_head * m->head_k, nk = (uint64_t)m->n_kv * m->head_k,
-             nv = (uint64_t)m->n_kv * m->head_v;
+    uint64_t E = m->n_embd, nq = (uint64_t)m->n_head * m->head_k, nk = (uint64_t)m->file_kv * m->head_k,
+             nv = (uint64_t)m->file_kv * m->head_v;
     char fused[64];
     snprintf(fused, sizeof fused, "blk.%d.attn_qkv.weight", i);
     if (m->arch->fused && gguf_tensor(m->file, fused)) {
         struct matrix all;
         if (!bind_matrix(m, i, "attn_qkv", nq + nk + nv, E, &all, e)) return false;
-        l->q = (struct matrix){ all.tensor, 0, nq, E, 0 };
-        l->k = (struct matrix){ all.tensor, nq, nk, E, 0 };
-        l->v = (struct matrix){ all.tensor, nq + nk, nv, E, 0 };
+        l->q = (struct matrix){ .tensor = all.tensor, .rows = nq, .columns = E };
+        l->k = (struct matrix){ .tensor = all.tensor, .row0 = nq, .rows = nk, .columns = E };
+        l->v = (struct matrix){ .tensor = all.tensor, .row0 = nq + nk, .rows = nv, .columns = E };
     } else if (!bind_matrix(m, i, "attn_q", nq, E, &l->q, e) || !bind_matrix(m, i, "attn_k", nk, E, &l->k, e) ||
                !bind_matrix(m, i, "attn_v", nv, E, &l->v, e)) return false;
+    regroup(m, &l->k, m->head_k);
+    regroup(m, &l->v, m->head_v);
     bool no_bias = !m->arch->qkv_bias, no_norm = !m->arch->qk_norm;
     return bind_vector(m, i, "attn_norm.weight", m->n_embd, false, &l->attn_norm, e)
         && bind_matrix(m, i, "attn_output", E, (uint64_t)m->n_head * m->head_v, &l->o, e)
@@ -314,8 +343,8 @@ static bool bind_ffn(struct model *m, int i, struct layer *l, struct error *e)
     if (m->arch->fused) {
         struct matrix both;
         if (!bind_matrix(m, i, "ffn_up", 2 * F, E, &both, e)) return false;
-        l->gate = (struct matrix){ both.tensor, 0, F, E, 0 };
-        l->up = (struct matrix){ both.tensor, F, F, E, 0 };
+        l->gate = (struct matrix){ .tensor = both.tensor, .rows = F, .columns = E };
+        l->up = (struct matrix){ .tensor = both.tensor, .row0 = F, .rows = F, .columns = E };
     } else if (!bind_matrix(m, i, "ffn_gate", F, E, &l->gate, e) || !bind_matrix(m, i, "ffn_up", F, E, &l->up, e)) {
         return false;
     }
@@ -338,7 +367,7 @@ static bool bind_all(struct model *m, struct error *e)
     if (words && words->type == GGUF_ARRAY && words->count != (uint64_t)m->n_vocab)
         return fail(e, GEN_MODEL, "%s: the tokenizer has %llu words but token_embd.weight has %d rows",
                     gguf_path(m->file), (unsigned long long)words->count, m->n_vocab);
-    m->embd = m->out = (struct matrix){ embd, 0, m->n_vocab, m->n_embd, 0 };
+    m->embd = m->out = (struct matrix){ .tensor = embd, .rows = m->n_vocab, .columns = m->n_embd };
     if (!bind(m, "token_embd.weight", m->n_vocab, m->n_embd, false, &m->embd.tensor, e)) return false;
     const struct gguf_tensor *out = NULL;
     if (!bind(m, "output.weight", m->n_vocab, m->n_embd, true, &out, e)) return false;
@@ -357,7 +386,7 @@ static bool bind_all(struct model *m, struct error *e)
 /* Keeps rows [first, first + n) of a matrix. */
 static void keep_rows(struct matrix *x, uint64_t first, uint64_t n)
 {
-    x->row0 += first;
+    *(x->head ? &x->first : &x->row0) += first;
     x->rows = n;
 }
 
@@ -452,6 +481,104 @@ static bool mark_local(struct model *m, struct error *e)
     return true;
 }
 
+/* ---- what a backend reads --------------------------------------------------------------------------------------- */
+
+/* Neighbouring heads of the file of which one is made; 1 where they are kept or repeated. */
+static int averaged(int heads, int file_heads) { return heads < file_heads ? file_heads / heads : 1; }
+static int averaged_rows(const struct matrix *x) { return x->head ? averaged(x->heads, x->file_heads) : 1; }
+
+/* The file's row that row r of x is, or the first of those that it is the mean of. */
+static uint64_t file_row(const struct matrix *x, uint64_t r)
+{
+    if (!x->head) return x->row0 + r;
+    uint64_t head = (x->first + r) / x->head * x->file_heads / x->heads;
+    return x->row0 + head * x->head + (x->first + r) % x->head;
+}
+
+/* Bytes of n columns of a row of the file. */
+static size_t column_bytes(const struct matrix *x, uint64_t n)
+{
+    const struct type_info *t = type_info(x->tensor->type);
+    return n / t->block * t->bytes;
+}
+
+static size_t place_of(const struct matrix *x, uint64_t file_row)
+{
+    return file_row * column_bytes(x, x->tensor->ne[0]) + column_bytes(x, x->col0);
+}
+
+enum tensor_type matrix_type(const struct matrix *x) { return averaged_rows(x) > 1 ? T_F16 : x->tensor->type; }
+
+size_t matrix_row_bytes(const struct matrix *x)
+{
+    return averaged_rows(x) > 1 ? 2 * x->columns : column_bytes(x, x->columns);
+}
+
+const void *matrix_data(const struct model *m, const struct matrix *x)
+{
+    const char *map = gguf_data(m->file, x->tensor);
+    return map && !x->head && x->columns == x->tensor->ne[0] ? map + place_of(x, x->row0) : NULL;
+}
+
+/* out[columns] = row r in halves, the mean over `n` heads of the file. work: two rows of floats, then one of the
+ * file. */
+static bool mean_row(const struct model *m, const struct matrix *x, uint64_t r, int n, float *work, uint16_t *out,
+                     struct error *e)
+{
+    size_t columns = x->columns;
+    float *sum = work, *one = work + columns;
+    void *raw = one + columns;
+    memset(sum, 0, columns * sizeof *sum);
+    for (int h = 0; h < n; h++) {
+        uint64_t row = file_row(x, r) + (uint64_t)h * x->head;
+        if (!gguf_read(m->file, x->tensor, place_of(x, row), raw, column_bytes(x, columns), e)) return false;
+        type_info(x->tensor->type)->dequantise(raw, one, columns);
+        for (size_t i = 0; i < columns; i++) sum[i] += one[i];
+    }
+    for (size_t i = 0; i < columns; i++) out[i] = f32_to_f16(sum[i] / n);
+    return true;
+}
+
+static bool read_means(const struct model *m, const struct matrix *x, uint64_t row, uint64_t n, void *dst,
+                       struct error *e)
+{
+    size_t bytes = 2 * x->columns * sizeof(float) + column_bytes(x, x->columns);
+    float *work = alloc_zeroed(bytes, 1, "a row of weights", e);
+    bool ok = work != NULL;
+    for (uint64_t i = 0; i < n && ok; i++)
+        ok = mean_row(m, x, row + i, averaged_rows(x), work, (uint16_t *)dst + i * x->columns, e);
+    free(work);
+    return ok;
+}
+
+bool matrix_read(const struct model *m, const struct matrix *x, uint64_t row, uint64_t n, void *dst, struct error *e)
+{
+    size_t bytes = column_bytes(x, x->columns);
+    if (averaged_rows(x) > 1) return read_means(m, x, row, n, dst, e);
+    if (!x->head && x->columns == x->tensor->ne[0])
+        return gguf_read(m->file, x->tensor, place_of(x, x->row0 + row), dst, n * bytes, e);
+    for (uint64_t i = 0; i < n; i++)
+        if (!gguf_read(m->file, x->tensor, place_of(x, file_row(x, row + i)), (char *)dst + i * bytes, bytes, e))
+            return false;
+    return true;
+}
+
+bool model_read_kv_bias(const struct model *m, const struct gguf_tensor *t, float *out, struct error *e)
+{
+    int heads = m->n_kv * m->ranks, size = (int)(t->ne[0] / m->file_kv), means = averaged(heads, m->file_kv);
+    float *all = alloc_zeroed(t->ne[0], sizeof *all, "a bias", e);
+    bool ok = all && gguf_read(m->file, t, 0, all, t->size, e);
+    for (int h = 0; ok && h < m->n_kv; h++)
+        for (int i = 0; i < size; i++) {
+            const float *from = all + (size_t)(m->kv0 + h) * m->file_kv / heads * size + i;
+            float sum = 0;
+            for (int k = 0; k < means; k++) sum += from[(size_t)k * size];
+            out[(size_t)h * size + i] = sum / means;
+        }
+    free(all);
+    return ok;
+}
+
 /* ---- opening ---------------------------------------------------------------------------------------------------- */
 
 static bool choose_arch(struct model *m, struct error *e)
@@ -478,7 +605,7 @@ bool model_open(struct model **out, struct gguf *g, const struct model_options *
     struct model *m = alloc_zeroed(1, sizeof *m, "the model", e);
     if (!m) return gguf_close(g), false;
     m->file = g;
-    if (!choose_arch(m, e) || !read_sizes(m, note, e) || !gguf_get_str(g, "general.name", &m->name, e) ||
+    if (!choose_arch(m, e) || !read_sizes(m, o, note, e) || !gguf_get_str(g, "general.name", &m->name, e) ||
         !read_rope(m, o, e))
         goto bad;
     m->layers = alloc_zeroed(m->n_layer, sizeof *m->layers, "the layers", e);

@@ -21,10 +21,16 @@ struct rope {
 
 /* Rows [row0, row0 + rows) and columns [col0, col0 + columns) of a tensor: the whole, a part of a fused tensor, or what
  * one of several processes holds. col0 and columns are whole blocks. */
-struct matrix { const struct gguf_tensor *tensor; uint64_t row0, rows, columns, col0; };
+struct matrix {
+    const struct gguf_tensor *tensor;
+    uint64_t row0, rows, columns, col0;
+    /* Keys or values whose heads are not the file's (model_options.kv_heads): rows of a head (0 = they are the file's),
+     * heads wanted and there, and the first wanted row in all their rows; row0 is then that of the file's first head. */
+    int head, heads, file_heads;
+    uint64_t first;
+};
 
 /* One layer's weights. NULL = the architecture has none. Several fields with `row0` refer to a fused tensor. */
-
 struct layer {
     const struct gguf_tensor *attn_norm;           /* [n_embd] */
     struct matrix q;                               /* [n_head*head_k][n_embd] */
@@ -47,6 +53,7 @@ struct model {
     struct gguf *file;
     int n_layer, n_embd, n_ff, n_vocab;
     int n_head, n_kv;                  /* query heads, key/value heads; n_head % n_kv == 0 */
+    int file_kv;                       /* key/value heads in the file: n_kv, a multiple or a divisor of it */
     int head_k, head_v;                /* size of a key (and query) head and of a value head */
     int n_ctx;                         /* context the model was trained for, in tokens */
     int window;                        /* of local layers, the own position included; 0 = no local layers */
@@ -71,11 +78,17 @@ struct model {
     int head0, kv0;                    /* first of the part's query and KV heads */
 };
 
+/* Values of model_options.kv_heads beside a number. */
+enum { KV_HEADS_AUTO = 0, KV_HEADS_MHA = -1, KV_HEADS_GQA = -2, KV_HEADS_MQA = -3 };
+
 struct model_options {
     double rope_freq_base;             /* 0 = the file's */
     double rope_scale;                 /* 0 = the file's; positions are divided by it (linear scaling) */
     int ctx;                           /* the context to be used (0 = the model's): chooses longrope's factors once */
     int rank, ranks;                   /* the part of the model that is wanted; ranks 0 or 1 = the whole */
+    int kv_heads;                      /* as the file, or so many: fewer are the means of neighbouring heads (Ainslie et
+                                        * al. 2023, "GQA", section 2.1, without the training that follows there), more
+                                        * are the file's repeated */
 };
 
 /* Binds the file's tensors, checks every shape against the hyper-parameters. Keeps g (closed by model_close). *note
@@ -83,6 +96,16 @@ struct model_options {
  * found. */
 bool model_open(struct model **out, struct gguf *g, const struct model_options *o, char note[200], struct error *e);
 void model_close(struct model *m);
+
+/* A matrix as a backend gets it: its type, which is F16 where heads are averaged; bytes of a row; the rows where they
+ * lie in the mapped file, NULL where they are not there as such; a copy of rows [row, row + n). Errors: those of
+ * gguf_read. */
+enum tensor_type matrix_type(const struct matrix *x);
+size_t matrix_row_bytes(const struct matrix *x);
+const void *matrix_data(const struct model *m, const struct matrix *x);
+bool matrix_read(const struct model *m, const struct matrix *x, uint64_t row, uint64_t n, void *dst, struct error *e);
+/* out[n_kv * head] = a bias of keys or values, of all heads. */
+bool model_read_kv_bias(const struct model *m, const struct gguf_tensor *t, float *out, struct error *e);
 
 /* Names of the supported architectures, comma separated. */
 const char *model_architectures(void);

@@ -31,7 +31,7 @@ const char *const option_groups[N_GROUPS][2] = {
 #define TEXTS (PROMPTS | IN(BATCH))
 #define PROMPTS (IN(GENERATE) | IN(SHOW_PROMPT) | IN(DUMP_TOKENS) | IN(DRY_RUN))
 #define ANSWERS (IN(GENERATE) | IN(DRY_RUN))
-#define JSON_MODES (IN(GENERATE) | IN(PERPLEXITY) | IN(BENCH) | IN(INSPECT) | IN(DRY_RUN))
+#define JSON_MODES (IN(GENERATE) | IN(PERPLEXITY) | IN(BENCH) | IN(KV_REPORT) | IN(INSPECT) | IN(DRY_RUN))
 #define ABOVE_0 1e-30                  /* as a lower bound, shown as "above 0" */
 #define MOST_TOKENS INT_MAX
 #define MOST_PARALLEL 64               /* rows of a forward pass that may want logits */
@@ -59,7 +59,7 @@ const struct option_row option_table[] = {
 
     { GROUP_PROMPT, "prompt", 'p', "TEXT", NULL, OPT_ANY_TEXT, 0, 0, AT(prompt), 0, PROMPTS,
       "Raw text that the model continues." },
-    { GROUP_PROMPT, "file", 'f', "FILE", NULL, OPT_TEXT, 0, 0, AT(file), 0, PROMPTS,
+    { GROUP_PROMPT, "file", 'f', "FILE", NULL, OPT_TEXT, 0, 0, AT(file), 0, PROMPTS | IN(KV_REPORT),
       "Read the prompt from FILE, - is standard input; after the text of -p. A byte order mark and one final line end "
       "are dropped. Without -p and -f, standard input is the prompt unless it is a terminal; with them it is read only "
       "where - names it (a word - alone appends it)." },
@@ -152,10 +152,19 @@ const struct option_row option_table[] = {
       "How the cache lies in memory; results never depend on it." },
     { GROUP_CACHE, "page-size", 0, "N", "32", OPT_INT, 32, 1 << 20, AT(page_size), 0, 0,
       "Tokens in a page of the paged layout, a multiple of 32." },
-    { GROUP_CACHE, "ctk", 0, "f32|f16|bf16|fp8|int8|int4", "f16", OPT_CHOICE, 0, 0, AT(type_k), 0, 0,
-      "Type of the cached keys." },
-    { GROUP_CACHE, "ctv", 0, "f32|f16|bf16|fp8|int8|int4", "f16", OPT_CHOICE, 0, 0, AT(type_v), 0, 0,
-      "Type of the cached values." },
+    { GROUP_CACHE, "ctk", 0, "f32|f16|bf16|fp8|int8|int4|auto|q8_0|q4_0", "f16", OPT_CHOICE, 4, 7,
+      AT(type_k), 0, 0,
+      "Type of the cached keys; q8_0 and q4_0 are other names of int8 and int4. auto: the finest of f16, int8 and int4 "
+      "with which the context fits memory." },
+    { GROUP_CACHE, "ctv", 0, "f32|f16|bf16|fp8|int8|int4|auto|q8_0|q4_0", "f16", OPT_CHOICE, 4, 7,
+      AT(type_v), 0, 0,
+      "Type of the cached values, likewise; where both are auto, keys are never coarser than values." },
+    { GROUP_CACHE, "kv-heads", 0, "auto|mha|gqa|mqa|N", "auto", OPT_CHOICE_OR_INT, 1, 4096, AT(kv_heads), 0, 0,
+      "Key and value heads: the model's own (auto, gqa), one for each query head (mha), a single one (mqa), or N. "
+      "Fewer than the model's are means of its heads, at a loss of quality; more are repeated, at a loss of memory." },
+    { GROUP_CACHE, "kv-memory", 0, "SIZE", NULL, OPT_SIZE, 1, 0x1p60, AT(kv_memory), 0, 0,
+      "Memory that the cache may take, in bytes or with K, M or G: the context is lowered to it, or refused; -ctk auto "
+      "and -ctv auto choose types by it." },
     { GROUP_CACHE, "window", 0, "N", "0", OPT_INT, 0, 1 << 26, AT(window), 0, 0,
       "Keep the last N tokens and the sinks, and give back the memory of the others: the text may grow without "
       "end; 0 = off." },
@@ -180,8 +189,8 @@ const struct option_row option_table[] = {
     { GROUP_MEASURE, "perplexity", 0, "FILE", NULL, OPT_MODE, 0, 0, AT(perplexity), MODE_PERPLEXITY, 0,
       "Score a text (- is standard input) in windows of -c tokens, the second half of each, by llama-perplexity's "
       "method." },
-    { GROUP_MEASURE, "chunks", 0, "N", NULL, OPT_LONG, 1, INT_MAX, AT(chunks), 0, IN(PERPLEXITY),
-      "Windows at most; all when not given." },
+    { GROUP_MEASURE, "chunks", 0, "N", NULL, OPT_LONG, 1, INT_MAX, AT(chunks), 0, IN(PERPLEXITY) | IN(KV_REPORT),
+      "Windows at most; all when not given, two with --kv-report." },
     { GROUP_MEASURE, "save-logits", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(save_logits), 0, IN(PERPLEXITY),
       "Write the log-probabilities of the scored tokens to FILE." },
     { GROUP_MEASURE, "kl-base", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(kl_base), 0, IN(PERPLEXITY),
@@ -202,6 +211,10 @@ const struct option_row option_table[] = {
       "--parallel." },
     { GROUP_MEASURE, "reps", 0, "N", "5", OPT_INT, 1, 1000, AT(reps), 0, IN(BENCH),
       "Repetitions of each test; their median counts." },
+    { GROUP_MEASURE, "kv-report", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_KV_REPORT, 0,
+      "What each way to keep the cache costs: bytes, speed with one window in the cache, and, on the text of -f in "
+      "windows of -c tokens (1024 if not given), perplexity and divergence from the f16 cache. Cache options that are "
+      "given make one line more." },
 
     { GROUP_INFORMATION, "inspect", 0, "[FILE]", NULL, OPT_MODE, 0, 0, AT(inspect), MODE_INSPECT, 0,
       "Print a summary of a model file and stop." },
@@ -321,6 +334,7 @@ const char *option_takes(const struct option_row *row, char buffer[160])
     bool open = row->hi >= FLT_MAX;
     bool words = row->arg && strchr(row->arg, '|');
     if (words) snprintf(buffer, 160, "one of %s", row->arg);
+    else if (row->kind == OPT_SIZE) snprintf(buffer, 160, "a whole number of bytes above 0, or one with K, M or G");
     else if (row->kind == OPT_BIAS) snprintf(buffer, 160, "a token id and a signed number: 15+1.5, 15-1 or 15-inf");
     else if (row->kind == OPT_TEXT || row->kind == OPT_TEXTS || row->kind == OPT_MODE)
         snprintf(buffer, 160, "a text that is not empty");
@@ -339,6 +353,19 @@ static bool read_whole(const char *text, int64_t *out)
     long long value = strtoll(text, &end, 10);
     *out = value;
     return strchr("+-0123456789", text[0]) && end != text && *end == '\0' && errno == 0;
+}
+
+/* A whole number of bytes, or of units of 2^10, 2^20, 2^30 bytes. */
+static bool read_size(const char *text, int64_t *out)
+{
+    static const char units[] = "KMG";
+    char digits[24] = "";
+    size_t n = strspn(text, "0123456789");
+    const char *unit = text[n] ? strchr(units, text[n]) : NULL;
+    if (!n || n >= sizeof digits || (text[n] && (!unit || text[n + 1]))) return false;
+    memcpy(digits, text, n);
+    if (!read_whole(digits, out)) return false;
+    return !unit || !__builtin_mul_overflow(*out, (int64_t)1 << 10 * (unit - units + 1), out);
 }
 
 /* A decimal number; "inf" too, which the range refuses. */
@@ -388,12 +415,23 @@ static bool store(struct options *o, const struct option_row *row, const char *v
     case OPT_TEXT: *(const char **)field = value; return *value != '\0';
     case OPT_TEXTS: return *value && (add_text(field, value) || (*memory = false));
     case OPT_BIAS: return add_bias(&o->sampling, value, memory);
-    case OPT_CHOICE: return (*(int *)field = choice(row->arg, value)) >= 0;
+    case OPT_CHOICE:
+        *(int *)field = choice(row->arg, value);
+        if (row->hi > 0 && *(int *)field >= row->hi) *(int *)field += (int)(row->lo - row->hi);
+        return *(int *)field >= 0;
+    case OPT_CHOICE_OR_INT:
+        whole = choice(row->arg, value);
+        if (whole >= 0 && strcmp(value, "N") != 0) return *(int *)field = (int)-whole, true;
+        if (!read_whole(value, &whole) || !(whole >= row->lo && whole <= row->hi)) return false;
+        return *(int *)field = (int)whole, true;
     case OPT_MODE:
         if (!row->arg || !value) return true;
         if (strchr(row->arg, '|')) return (*(int *)field = choice(row->arg, value)) >= 0;
         *(const char **)field = value;
         return *value != '\0';
+    case OPT_SIZE:
+        if (!read_size(value, &whole) || !(whole >= row->lo && whole <= row->hi)) return false;
+        return *(int64_t *)field = whole, true;
     case OPT_INT:
     case OPT_LONG:
         if (!read_whole(value, &whole) || (check && !(whole >= row->lo && whole <= row->hi))) return false;
@@ -515,7 +553,9 @@ bool options_text(const struct options *o, struct bytes *out)
         switch (row->kind) {
         case OPT_FLAG: ok = ok && bytes_printf(out, " %d", *(const bool *)field); break;
         case OPT_INT:
-        case OPT_CHOICE: ok = ok && bytes_printf(out, " %d", *(const int *)field); break;
+        case OPT_CHOICE:
+        case OPT_CHOICE_OR_INT: ok = ok && bytes_printf(out, " %d", *(const int *)field); break;
+        case OPT_SIZE:
         case OPT_LONG: ok = ok && bytes_printf(out, " %lld", (long long)*(const int64_t *)field); break;
         case OPT_FLOAT: ok = ok && bytes_printf(out, " %a", (double)*(const float *)field); break;
         case OPT_DOUBLE: ok = ok && bytes_printf(out, " %a", *(const double *)field); break;
@@ -584,11 +624,19 @@ static bool consistent(const struct options *o, struct error *e)
             return fail(e, GEN_USAGE, "%s does nothing without --perplexity FILE", option_display(row, name));
         if (row->modes == IN(BATCH))
             return fail(e, GEN_USAGE, "%s does nothing without --batch FILE", option_display(row, name));
+        if (row->modes == (IN(PERPLEXITY) | IN(KV_REPORT)))
+            return fail(e, GEN_USAGE, "%s does nothing without --perplexity FILE or --kv-report",
+                        option_display(row, name));
         if (row->modes == IN(BENCH))
             return fail(e, GEN_USAGE, "%s does nothing without --bench", option_display(row, name));
         return fail(e, GEN_USAGE, "%s does nothing with the task that was chosen: leave one of them out",
                     option_display(row, name));
     }
+    if (o->mode == MODE_KV_REPORT && (!o->file || o->no_kv_cache))
+        return fail(e, GEN_USAGE, o->file ? "--kv-report compares caches: leave out --no-kv-cache"
+                                          : "--kv-report needs a text to measure quality with: name one with -f FILE");
+    if (o->mode == MODE_KV_REPORT && o->tensor_parallel > 1)
+        return fail(e, GEN_USAGE, "--kv-report measures one process: leave out --tensor-parallel");
     if (o->stdin_word && !(PROMPTS & 1u << o->mode))
         return fail(e, GEN_USAGE, "the word - (standard input) does nothing with the task that was chosen");
     if (o->stdin_word + (o->file && strcmp(o->file, "-") == 0) + (o->messages && strcmp(o->messages, "-") == 0) > 1)

@@ -10,8 +10,8 @@
 
 /* What a run does. All but the first are chosen by the option of the same name. */
 enum mode {
-    MODE_GENERATE, MODE_BATCH, MODE_SHOW_PROMPT, MODE_DUMP_TOKENS, MODE_PERPLEXITY, MODE_BENCH, MODE_INSPECT,
-    MODE_DRY_RUN, MODE_CHECK_TENSORS, MODE_HELP, MODE_VERSION, MODE_COMPLETION
+    MODE_GENERATE, MODE_BATCH, MODE_SHOW_PROMPT, MODE_DUMP_TOKENS, MODE_PERPLEXITY, MODE_BENCH, MODE_KV_REPORT,
+    MODE_INSPECT, MODE_DRY_RUN, MODE_CHECK_TENSORS, MODE_HELP, MODE_VERSION, MODE_COMPLETION
 };
 
 enum option_group {
@@ -27,9 +27,12 @@ enum option_kind {
     OPT_TEXTS,         /* struct texts, one entry each time the option is given */
     OPT_INT,           /* int, lo to hi */
     OPT_LONG,          /* int64_t, lo to hi */
+    OPT_SIZE,          /* int64_t bytes, lo to hi; K, M, G after the number are 2^10, 2^20, 2^30 */
     OPT_FLOAT,         /* float, lo to hi */
     OPT_DOUBLE,        /* double, lo to hi */
-    OPT_CHOICE,        /* int, the place of the value in the words of `arg` */
+    OPT_CHOICE,        /* int, the place of the value in the words of `arg`; where hi > 0, the words from place hi on
+                        * are other names of those from place lo on */
+    OPT_CHOICE_OR_INT, /* int: a word of `arg` is minus its place, else a number, lo to hi */
     OPT_BIAS,          /* ID+X or ID-X, added to sampling.bias */
     OPT_MODE           /* enum mode, chosen by the option; with an `arg` its text goes to the field */
 };
@@ -56,6 +59,7 @@ extern const char *const option_groups[N_GROUPS][2];       /* word for --help, t
 struct texts { const char **data; size_t len; };
 
 enum { BACKEND_AUTO, BACKEND_CPU };
+enum { CACHE_AUTO = 6 };               /* -ctk auto: the place behind the types of kvcache.h */
 enum { COLOR_AUTO, COLOR_ALWAYS, COLOR_NEVER };
 enum { PROGRESS_AUTO, PROGRESS_JSON, PROGRESS_NEVER };
 enum { SHELL_BASH, SHELL_ZSH, SHELL_FISH };
@@ -87,7 +91,9 @@ struct options {
     int parallel, samples, report;
     bool resume, unordered, timings, data_parallel;
     /* cache */
-    int layout, page_size, type_k, type_v, window, sinks;
+    int layout, page_size, type_k, type_v, window, sinks;      /* a type CACHE_AUTO is still to be chosen */
+    int kv_heads;                      /* as model_options.kv_heads */
+    int64_t kv_memory;                 /* most bytes of the cache; 0 = what memory allows */
     bool no_kv_cache;
     /* output */
     bool json, quiet, verbose;

@@ -220,10 +220,10 @@ static enum complete completes(const struct option_row *row)
     return strchr(row->arg, '|') ? COMPLETE_WORDS : COMPLETE_NOTHING;
 }
 
-/* "a|b|c" with another separator. */
+/* "a|b|c" with another separator; a last "|N" stands for any number. */
 static void words(struct bytes *out, const char *choices)
 {
-    for (; *choices; choices++) bytes_add(out, *choices == '|' ? " " : choices, 1);
+    for (; *choices && strcmp(choices, "|N") != 0; choices++) bytes_add(out, *choices == '|' ? " " : choices, 1);
 }
 
 /* The option as it is typed: -m and --model, with `between` between them. */

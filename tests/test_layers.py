@@ -8,8 +8,8 @@ from conftest import ROOT
 # which all may.
 MAY_INCLUDE = {
     # the program
-    "gen": "answer batch bench chat comm engine gguf input inspect lookup measure memory model options output probe"
-           " ranks result sampler tokenizer usage",
+    "gen": "answer batch bench chat comm engine gguf input inspect kvreport lookup measure memory model options output"
+           " probe ranks result sampler tokenizer usage",
     "usage": "options",
     "output": "options tokenizer",
     "options": "sampler",
@@ -17,6 +17,7 @@ MAY_INCLUDE = {
     "answer": "engine lookup sampler tokenizer",
     "inspect": "engine gguf result json memory output",
     "measure": "engine tokenizer json",
+    "kvreport": "engine tokenizer json measure inspect result gguf output",
     "bench": "engine json memory probe quant",
     "batch": "answer comm engine journal json jsonl kvcache output result sampler tokenizer",
     "jsonl": "chat gguf options tokenizer",
