@@ -394,9 +394,9 @@ static void note_approximations(const struct program *p, const struct engine_opt
         note(p, "the cache is approximate: keys %s, values %s", kv_type_name(eo->type_k), kv_type_name(eo->type_v));
     if (eo->window)
         note(p, "the cache is approximate: the last %d tokens and the first %d are kept", eo->window, eo->sinks);
-    if (m->n_kv * m->ranks < m->file_kv)
+    if (m->all_kv < m->file_kv)
         note(p, "the model is approximate: its %d key/value heads are averaged to %d, without the training that this "
-                "asks for", m->file_kv, m->n_kv * m->ranks);
+                "asks for", m->file_kv, m->all_kv);
 }
 
 /* Opens the engine for the prompt and a context of `asked` tokens; 0 = the model's, or as many as memory allows, which

@@ -98,7 +98,6 @@ static bool get_real(const struct model *m, const char *suffix, double lo, doubl
 static bool choose_kv_heads(struct model *m, int asked, struct error *e)
 {
     const char *path = gguf_path(m->file);
-    m->n_kv = m->file_kv;
     if (asked == KV_HEADS_GQA && m->file_kv == m->n_head)
         return fail(e, GEN_USAGE, "--kv-heads gqa is not possible: %s has a key/value head for each of its %d query "
                                   "heads, so it has no groups of its own: give a number", path, m->n_head);
@@ -106,7 +105,7 @@ static bool choose_kv_heads(struct model *m, int asked, struct error *e)
     if (m->n_head % n || (m->file_kv % n && n % m->file_kv))
         return fail(e, GEN_USAGE, "--kv-heads %d is not possible: it must divide the %d query heads of %s, and divide "
                                   "or be a multiple of its %d key/value heads", n, m->n_head, path, m->file_kv);
-    m->n_kv = n;
+    m->n_kv = m->all_kv = n;
     return true;
 }
 
@@ -565,12 +564,12 @@ bool matrix_read(const struct model *m, const struct matrix *x, uint64_t row, ui
 
 bool model_read_kv_bias(const struct model *m, const struct gguf_tensor *t, float *out, struct error *e)
 {
-    int heads = m->n_kv * m->ranks, size = (int)(t->ne[0] / m->file_kv), means = averaged(heads, m->file_kv);
+    int size = (int)(t->ne[0] / m->file_kv), means = averaged(m->all_kv, m->file_kv);
     float *all = alloc_zeroed(t->ne[0], sizeof *all, "a bias", e);
     bool ok = all && gguf_read(m->file, t, 0, all, t->size, e);
     for (int h = 0; ok && h < m->n_kv; h++)
         for (int i = 0; i < size; i++) {
-            const float *from = all + (size_t)(m->kv0 + h) * m->file_kv / heads * size + i;
+            const float *from = all + (size_t)(m->kv0 + h) * m->file_kv / m->all_kv * size + i;
             float sum = 0;
             for (int k = 0; k < means; k++) sum += from[(size_t)k * size];
             out[(size_t)h * size + i] = sum / means;

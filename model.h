@@ -53,7 +53,8 @@ struct model {
     struct gguf *file;
     int n_layer, n_embd, n_ff, n_vocab;
     int n_head, n_kv;                  /* query heads, key/value heads; n_head % n_kv == 0 */
-    int file_kv;                       /* key/value heads in the file: n_kv, a multiple or a divisor of it */
+    int all_kv;                        /* n_kv of all parts together */
+    int file_kv;                       /* key/value heads in the file: all_kv, a multiple or a divisor of it */
     int head_k, head_v;                /* size of a key (and query) head and of a value head */
     int n_ctx;                         /* context the model was trained for, in tokens */
     int window;                        /* of local layers, the own position included; 0 = no local layers */

@@ -87,6 +87,14 @@ def test_architectures(gen, mpi, models, arch, ranks):
     assert close(whole, parts, 1e-3) >= 1
 
 
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+def test_other_numbers_of_heads(gen, mpi, models, heads):
+    """Heads that are averaged, or repeated, by each rank for itself."""
+    m = models(arch="qwen2", weight="F32", heads=8, kv_heads=4, head_k=32, ff=512)
+    words = ["-m", m, "-ctk", "f32", "-ctv", "f32", "--kv-heads", str(heads), *ASK]
+    assert close(answer(gen.ok(*words).out), answer(mpi(2, *words).out), 1e-3) >= 1
+
+
 @pytest.mark.parametrize("ranks,kv", [(4, 4), (3, 1)])
 def test_a_text_is_scored_alike(gen, mpi, models, tmp_path, ranks, kv):
     """Prefill in chunks, and a window with sinks; of the text divided by tokens each rank has several parts."""
