@@ -23,9 +23,9 @@ endif
 
 # Every number depends on -ffp-contract=off: sums are the same whatever the compiler would like to fuse.
 REQUIRED := -std=gnu11 -ffp-contract=off -pthread -Wall -Wextra
-LIBRARIES := libpcre2-8 jansson libutf8proc nettle libedit
+LIBRARIES := libpcre2-8 jansson libutf8proc nettle libedit sqlite3
 PKG_CFLAGS := $(shell pkg-config --cflags $(LIBRARIES) 2>/dev/null)
-PKG_LIBS := $(or $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null),-lpcre2-8 -ljansson -lutf8proc -lnettle -ledit)
+PKG_LIBS := $(or $(shell pkg-config --libs $(LIBRARIES) 2>/dev/null),-lpcre2-8 -ljansson -lutf8proc -lnettle -ledit -lsqlite3)
 # Several processes: built in where MPI is found (Debian's libopenmpi-dev).
 MPI_CFLAGS := $(shell pkg-config --cflags ompi-c 2>/dev/null && echo -DGEN_MPI)
 MPI_LIBS := $(shell pkg-config --libs ompi-c 2>/dev/null)

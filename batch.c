@@ -498,7 +498,9 @@ static bool join(struct scheduler *b, struct task *t, struct error *e)
     if (best && sequence_length(best->sequence) < most) return true;
     if (!(best ? sequence_fork(&t->sequence, best->sequence, e) : sequence_open(&t->sequence, b->o.engine, e)))
         return false;
-    if (best) t->shared = sequence_cut(t->sequence, most);
+    if (best) sequence_cut(t->sequence, most);
+    sequence_begin(t->sequence, t->tokens.data, (int64_t)t->tokens.len);
+    t->shared = sequence_length(t->sequence);
     if (t->computed < t->shared) t->computed = t->shared;
     return true;
 }

@@ -27,7 +27,8 @@ for task in "$@"; do
         library jansson jansson.h libjansson-dev
         library libutf8proc utf8proc.h libutf8proc-dev
         library nettle nettle/sha2.h nettle-dev
-        library libedit histedit.h libedit-dev ;;
+        library libedit histedit.h libedit-dev
+        library sqlite3 sqlite3.h libsqlite3-dev ;;
     model)
         python3 -m pip --version >/dev/null 2>&1 || python3 -c 'import ensurepip' 2>/dev/null ||
             missing="$missing python3-venv" ;;

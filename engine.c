@@ -22,6 +22,9 @@ struct engine {
     struct row *rows;                  /* [max_rows] of the batch being built */
     struct kv_view (*views)[KV_GROUPS];            /* [max_sequences] one per sequence of the batch */
     struct work *step;                 /* [max_sequences] of engine_step */
+    struct kvstore *store;             /* blocks that outlive the process; NULL = none */
+    uint8_t root[KV_KEY];              /* the key of the store's first blocks */
+    void *block;                       /* room for a block on its way there */
     uint64_t forwards;                 /* forward passes so far: tells whether a sequence's logits are still there */
 };
 
@@ -32,6 +35,9 @@ struct sequence {
     int64_t dropped_main[KV_GROUPS], dropped_raw[KV_GROUPS];
     int32_t *tokens;                   /* [ctx] */
     int64_t n;                         /* tokens whose keys and values are in the cache */
+    int64_t prompt;                    /* tokens whose blocks are put into the store */
+    int64_t stored;                    /* so many blocks of the prompt are in the store, */
+    uint8_t stored_key[KV_KEY];        /* and this is the last one's key */
     uint64_t forward;                  /* the pass that computed logits of the last rows, 0 = none */
     int logits, n_logits;              /* place of the last row's among that pass's wanted rows; rows that have them */
 };
@@ -191,6 +197,7 @@ void engine_close(struct engine *g)
     free(g->rows);
     free(g->views);
     free(g->step);
+    free(g->block);
     free(g);
 }
 
@@ -288,6 +295,8 @@ int64_t sequence_cut(struct sequence *s, int64_t n)
     n = resumable(s, n);
     if (n == s->n) return n;
     int64_t gone = s->n - n;
+    if (s->prompt > n) s->prompt = n;
+    if (s->stored > n / KV_BLOCK) s->stored = 0;
     s->logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
     s->n_logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
     s->n = n;
@@ -364,6 +373,128 @@ static bool grow(struct sequence *s, int n, struct error *e)
     return true;
 }
 
+/* ---- the store --------------------------------------------------------------------------------------------------- */
+
+/* The last one of n blocks, whose key is given: the root where there are none. */
+static struct kvstore_block last_block(int64_t n, const uint8_t key[KV_KEY])
+{
+    struct kvstore_block b = { .index = n - 1 };
+    memcpy(b.key, key, KV_KEY);
+    return b;
+}
+
+/* Goes on to the next block of the text. */
+static void next_block(struct kvstore_block *b, const int32_t *tokens)
+{
+    memcpy(b->parent, b->key, KV_KEY);
+    b->index++;
+    b->tokens = tokens + b->index * KV_BLOCK;
+    kv_block_key(b->parent, b->tokens, b->key);
+}
+
+/* Puts the blocks after *b of the first n tokens into the store, but those that are there with all parts. */
+static void put_blocks(const struct sequence *s, struct kvstore *k, struct kvstore_block *b, int64_t n)
+{
+    const struct engine *g = s->g;
+    while ((b->index + 2) * KV_BLOCK <= n) {
+        next_block(b, s->tokens);
+        if (!(engine_block_needs(g, b->index, (b->index + 1) * KV_BLOCK) & ~k->find(k, b))) continue;
+        b->parts = sequence_read_block(s, b->index, g->block);
+        b->data = g->block;
+        b->bytes = engine_block_bytes(g, b->index, b->parts);
+        k->put(k, b);
+    }
+}
+
+/* Puts the prompt's new blocks into the engine's store, before parts of them are dropped. Once the whole prompt is
+ * computed, they are kept. */
+static void store_prompt(struct sequence *s)
+{
+    struct engine *g = s->g;
+    int64_t n = s->n < s->prompt ? s->n : s->prompt;
+    if (!g->store || n / KV_BLOCK <= s->stored) return;
+    struct kvstore_block b = last_block(s->stored, s->stored ? s->stored_key : g->root);
+    put_blocks(s, g->store, &b, n);
+    s->stored = n / KV_BLOCK;
+    memcpy(s->stored_key, b.key, KV_KEY);
+    if (s->stored == s->prompt / KV_BLOCK) g->store->done(g->store);
+}
+
+static bool room_for_block(struct engine *g, struct error *e)
+{
+    if (!g->block) g->block = alloc_zeroed(engine_block_bytes(g, 0, KV_ALL_PARTS), 1, "a block of the cache", e);
+    return g->block != NULL;
+}
+
+bool engine_use_store(struct engine *g, struct kvstore *k, const uint8_t root[KV_KEY], struct error *e)
+{
+    if (k && !room_for_block(g, e)) return false;
+    g->store = g->o.cache ? k : NULL;
+    memcpy(g->root, root, KV_KEY);
+    return true;
+}
+
+bool sequence_store(const struct sequence *s, struct kvstore *k, const uint8_t root[KV_KEY], struct error *e)
+{
+    struct kvstore_block b = last_block(0, root);
+    if (!room_for_block(s->g, e)) return false;
+    put_blocks(s, k, &b, s->n);
+    k->done(k);
+    return true;
+}
+
+/* Can a sequence that has the blocks before `from` go on after n blocks when the others come from the store? */
+static bool enough(const struct engine *g, const struct kvstore_block *chain, int64_t from, int64_t n)
+{
+    for (int64_t i = from; i < n; i++)
+        if (engine_block_needs(g, i, n * KV_BLOCK) & ~chain[i].parts) return false;
+    return true;
+}
+
+void sequence_restore(struct sequence *s, struct kvstore *k, const uint8_t root[KV_KEY], const int32_t *tokens,
+                      int64_t n)
+{
+    struct engine *g = s->g;
+    struct error ignored;
+    int64_t from = s->n / KV_BLOCK, most = n / KV_BLOCK, found = 0;
+    struct kvstore_block b = last_block(0, root), *chain = most > from ? malloc((size_t)most * sizeof *chain) : NULL;
+    if (!chain) return;
+    for (bool missing = false; found < most && !missing; found += !missing) {
+        next_block(&b, tokens);
+        b.parts = found < from ? KV_ALL_PARTS : k->find(k, &b);
+        b.bytes = engine_block_bytes(g, found, b.parts);
+        chain[found] = b;
+        missing = engine_block_needs(g, found, most * KV_BLOCK) & ~b.parts;
+    }
+    while (found > from && !enough(g, chain, from, found)) found--;
+    if (found > from && sequence_cut(s, from * KV_BLOCK) < from * KV_BLOCK) {
+        sequence_restore(s, k, root, tokens, n);       /* less of its own stays */
+    } else if (found > from) {
+        for (int64_t i = from; i < found; i++) {
+            const void *data = chain[i].parts ? k->read(k, &chain[i]) : "";
+            if (!data || !sequence_write_block(s, chain[i].tokens, data, chain[i].parts, &ignored)) break;
+        }
+        sequence_cut(s, s->n);
+        if (k == g->store && s->stored == from && s->n) {
+            s->stored = s->n / KV_BLOCK;
+            memcpy(s->stored_key, chain[s->stored - 1].key, KV_KEY);
+        }
+    }
+    free(chain);
+}
+
+void sequence_begin(struct sequence *s, const int32_t *tokens, int64_t n)
+{
+    struct engine *g = s->g;
+    if (!g->store) return;
+    sequence_restore(s, g->store, g->root, tokens, n - 1);
+    s->prompt = n;
+    store_prompt(s);                   /* what the sequence had: the reply before this prompt */
+    if (s->stored == n / KV_BLOCK) g->store->done(g->store);
+}
+
+/* ---- forward ----------------------------------------------------------------------------------------------------- */
+
 /* What the forward pass sees of a sequence. */
 static void view(const struct sequence *s, struct kv_view out[KV_GROUPS])
 {
@@ -394,6 +525,7 @@ static bool run(struct engine *g, const struct work *w, int n, struct error *e)
         s->n += w[i].n;
         wanted += w[i].want;
         has_logits(s, wanted - 1, w[i].want);
+        store_prompt(s);
         drop_unreachable(s);
     }
     return true;
@@ -450,8 +582,9 @@ bool sequence_sync(struct sequence *s, const int32_t *tokens, int64_t n, int64_t
     if (s->g->o.cache)
         while (same < n && same < s->n && s->tokens[same] == tokens[same]) same++;
     bool ready = same == n && s->n == n && sequence_logits(s);
-    if (!ready) same = sequence_cut(s, same == n ? n - 1 : same);
-    if (reused) *reused = same;
+    if (!ready) sequence_cut(s, same == n ? n - 1 : same);
+    if (!ready) sequence_begin(s, tokens, n);
+    if (reused) *reused = s->n;
     return ready || extend(s, tokens, n, n - 1, NULL, NULL, stop, e);
 }
 

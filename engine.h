@@ -3,6 +3,7 @@
 #define ENGINE_H
 
 #include "backend.h"
+#include "kvstore.h"
 
 enum kv_layout { KV_PAGED, KV_CONTIGUOUS };
 
@@ -112,5 +113,20 @@ unsigned sequence_read_block(const struct sequence *s, int64_t block, void *out)
  * there. Errors: as engine_forward's; nothing is changed then. */
 bool sequence_write_block(struct sequence *s, const int32_t tokens[KV_BLOCK], const void *in, unsigned parts,
                           struct error *e);
+
+/* ---- a store of blocks (kvstore.h) ------------------------------------------------------------------------------- */
+
+/* From now on sequence_sync and sequence_begin take blocks from the store and have those of prompts put there (NULL = no
+ * more). `root` is engine_root_key's. Errors: GEN_RUN for memory. */
+bool engine_use_store(struct engine *g, struct kvstore *k, const uint8_t root[KV_KEY], struct error *e);
+/* For those who compute a prompt by engine_forward: the sequence holds a part of tokens[0..n), and now what the store has
+ * of it, too, but for the last token. The rest is put there as it is computed. */
+void sequence_begin(struct sequence *s, const int32_t *tokens, int64_t n);
+/* Appends blocks of tokens[0..n), which go on what the sequence holds, as far as the store has what is needed to go on
+ * after them. */
+void sequence_restore(struct sequence *s, struct kvstore *k, const uint8_t root[KV_KEY], const int32_t *tokens,
+                      int64_t n);
+/* Puts the sequence's whole blocks into the store, with the parts that are still there. Errors: GEN_RUN for memory. */
+bool sequence_store(const struct sequence *s, struct kvstore *k, const uint8_t root[KV_KEY], struct error *e);
 
 #endif

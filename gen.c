@@ -11,6 +11,7 @@
 #include "input.h"
 #include "inspect.h"
 #include "kvreport.h"
+#include "kvstore.h"
 #include "measure.h"
 #include "model.h"
 #include "options.h"
@@ -45,6 +46,8 @@ struct program {
     struct model *model;
     struct comm *comm;                 /* processes that the model or a batch's lines are divided over; NULL = one */
     struct engine *engine;
+    struct kvstore *store;             /* the cache on disk; NULL = none */
+    uint8_t fingerprint[32], root[KV_KEY];         /* of the model file; of all that the store's blocks depend on */
     struct sequence *sequence;
     struct sampler *sampler;
     struct stream *stream;
@@ -427,6 +430,73 @@ static bool open_engine(struct program *p, int64_t asked, struct error *e)
     return prompt_fits(p, eo.ctx, e);
 }
 
+/* ---- the cache on disk ------------------------------------------------------------------------------------------- */
+
+static void tell_store(void *user, const char *sentence) { note(user, "warning: %s", sentence); }
+
+/* The model file's fingerprint: what the store remembers, or computed by reading the whole file. */
+static bool find_fingerprint(struct program *p, struct kvstore *k, struct error *e)
+{
+    uint8_t identity[32];
+    bool sure = gguf_identity(p->model->file, identity);
+    if (sure && k->known(k, identity, p->fingerprint)) return true;
+    if (!gguf_digest(p->model->file, p->fingerprint, progress, e)) return false;
+    if (sure) k->remember(k, identity, p->fingerprint);
+    return true;
+}
+
+/* What stands in a cache file about the run that made it, as JSON. */
+static bool settings_text(const struct program *p, struct bytes *out)
+{
+    const struct options *o = &p->o;
+    const struct backend *b = engine_backend(p->engine);
+    return bytes_printf(out, "{\"gen\": \"%s\", \"backend\": \"%s\", \"isa\": \"%s\", \"type_k\": \"%s\", "
+                        "\"type_v\": \"%s\", \"layout\": \"%s\", \"page_size\": %d, \"rope_freq_base\": %.17g, "
+                        "\"rope_scale\": %.17g, \"window\": %d, \"sinks\": %d}", GEN_VERSION, b->name, b->isa,
+                        kv_type_name(o->type_k), kv_type_name(o->type_v),
+                        o->layout == KV_PAGED ? "paged" : "contiguous", o->page_size, o->rope_freq_base,
+                        o->rope_scale, o->window, o->window ? o->sinks : 0);
+}
+
+/* Opens the cache on disk that the options name, once the engine is there. What is wrong with it is told; the run then
+ * goes on without it. A prompt of less than a block has nothing to keep or look for. */
+static bool open_store(struct program *p, struct error *e)
+{
+    const struct options *o = &p->o;
+    struct error why = { 0 };
+    if (o->prefix_cache && o->mode == MODE_GENERATE && !p->session && p->n_prompt < KV_BLOCK) return true;
+    if (o->prefix_cache) {
+        p->store = kvstore_open(o->prefix_cache, (uint64_t)o->prefix_cache_size, tell_store, p);
+        if (!p->store) return true;
+    } else if (o->prompt_cache) {
+        p->store = kvstore_file_open(o->prompt_cache, o->prompt_cache_ro ? KVSTORE_READ : KVSTORE_UPDATE, &why);
+        if (!p->store) return *e = why, false;
+        p->store->tell = tell_store;
+        p->store->user = p;
+    } else return true;
+    if (!find_fingerprint(p, p->store, e)) return false;
+    engine_root_key(p->engine, p->fingerprint, p->root);
+    if (o->prompt_cache && !why.code) kvstore_file_check(p->store, p->fingerprint, p->root, &why);
+    if (why.code) note(p, "warning: %s: it is not used", why.text);
+    return engine_use_store(p->engine, p->store, p->root, e);
+}
+
+/* Writes the file of --prompt-cache. */
+static bool save_store(struct program *p, struct error *e)
+{
+    struct kvstore_text t = { .tokens = sequence_tokens(p->sequence), .n_tokens = sequence_length(p->sequence) };
+    struct error why;
+    if (!p->store || !p->o.prompt_cache || p->o.prompt_cache_ro) return true;
+    if (p->o.prompt_cache_all && !sequence_store(p->sequence, p->store, p->root, e)) return false;
+    if (!p->o.prompt_cache_all && !p->session && t.n_tokens > (int64_t)p->n_prompt) t.n_tokens = (int64_t)p->n_prompt;
+    memcpy(t.root, p->root, KV_KEY);
+    memcpy(t.fingerprint, p->fingerprint, 32);
+    bool ok = settings_text(p, &t.settings) || fail(e, GEN_RUN, "cannot allocate memory for the prompt's cache");
+    if (ok && !kvstore_file_save(p->store, &t, &why)) note(p, "warning: %s", why.text);
+    bytes_free(&t.settings);
+    return ok;
+}
+
 /* ---- generation ------------------------------------------------------------------------------------------------- */
 
 static bool use_color(const struct program *p)
@@ -579,12 +649,13 @@ static bool run_generate(struct program *p, struct error *e)
     if (p->session) return run_session(p, e);
     if (p->n_prompt == 0)
         return fail(e, GEN_USAGE, "the prompt is empty, and no start token stands in for it: give some text with -p");
-    if (!open_model(p, p->o.ctx, e) || !prepare(p, e) || !open_engine(p, p->o.ctx, e)) return false;
+    if (!open_model(p, p->o.ctx, e) || !prepare(p, e) || !open_engine(p, p->o.ctx, e) || !open_store(p, e))
+        return false;
     warn_of_unread_input(p);
     catch_signals();
     if (!generate(p, e) || (p->o.json && !print_json(p, e))) return false;
     print_summary(p);
-    return true;
+    return save_store(p, e);
 }
 
 /* ---- batches ---------------------------------------------------------------------------------------------------- */
@@ -651,7 +722,8 @@ static bool open_batch(struct program *p, struct request_context *c, struct erro
     if (!open_tokenizer(p, e)) return false;
     bool chats = options_chat(o), ok = open_template(p, &source, no_chat) || !chats || (*e = *no_chat, false);
     ok = ok && open_model(p, o->ctx, e) && open_engine(p, o->ctx, e)
-      && request_base(c->base, o, source.data ? source.data : "", source.len, p->model->file, e);
+      && request_base(c->base, o, source.data ? source.data : "", source.len, p->model->file, e)
+      && open_store(p, e);
     bytes_free(&source);
     c->options = o;
     c->tokenizer = p->tokenizer;
@@ -819,6 +891,8 @@ static bool run_kv_report(struct program *p, struct error *e)
 static bool run_inspect(struct program *p, struct error *e)
 {
     struct bytes out = { 0 };
+    if (p->o.inspect && kvstore_file_is(p->o.inspect))
+        return inspect_cache(&out, p->o.inspect, p->o.json, e) && print(&out, e);
     return open_file(p, e) && inspect_file(&out, p->file, p->o.json, e) && print(&out, e);
 }
 
@@ -908,6 +982,7 @@ static void close_program(struct program *p)
     stream_close(p->stream);
     sampler_close(p->sampler);
     sequence_close(p->sequence);
+    if (p->store) p->store->close(p->store);
     engine_close(p->engine);
     conversation_close(p->conversation);
     chat_close(p->chat);

@@ -20,18 +20,21 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <nettle/sha2.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are used as they stand in the file");
 
 #define HEAD_LIMIT ((uint64_t)256 << 20)   /* bytes; the largest vocabularies in use take about 30 MB */
 enum {
+    DIGEST_STEP = 1 << 18,                 /* bytes hashed at a time */
     HEAD_STEP = 1 << 20,                   /* the head is read in steps of this many bytes */
     MAX_VALUES = 1 << 16,
     MAX_TENSORS = 1 << 20,
@@ -684,6 +687,47 @@ uint64_t gguf_file_bytes(const struct gguf *g)
     uint64_t sum = 0;
     for (int i = 0; i < g->n_parts; i++) sum += g->parts[i].size;
     return sum;
+}
+
+bool gguf_identity(const struct gguf *g, uint8_t out[32])
+{
+    struct sha256_ctx c;
+    struct stat st;
+    struct timespec now;
+    bool settled = true;
+    sha256_init(&c);
+    clock_gettime(CLOCK_REALTIME, &now);
+    for (int i = 0; i < g->n_parts; i++) {
+        if (fstat(g->parts[i].fd, &st) != 0) return false;
+        int64_t all[] = { (int64_t)st.st_dev, (int64_t)st.st_ino, st.st_size, st.st_mtim.tv_sec, st.st_mtim.tv_nsec,
+                          st.st_ctim.tv_sec, st.st_ctim.tv_nsec };
+        sha256_update(&c, sizeof all, (const uint8_t *)all);
+        settled = settled && st.st_ctim.tv_sec + 2 < now.tv_sec;
+    }
+    sha256_digest(&c, 32, out);
+    return settled;
+}
+
+bool gguf_digest(const struct gguf *g, uint8_t out[32], void (*progress)(const char *what, double done),
+                 struct error *e)
+{
+    struct sha256_ctx c;
+    uint64_t done = 0, whole = gguf_file_bytes(g);
+    uint8_t *piece = alloc_zeroed(DIGEST_STEP, 1, "the model file's digest", e);
+    bool ok = piece != NULL;
+    sha256_init(&c);
+    for (int i = 0; ok && i < g->n_parts; i++) {
+        struct part *p = &g->parts[i];
+        for (uint64_t at = 0; ok && at < p->size; at += DIGEST_STEP) {
+            size_t n = p->size - at < DIGEST_STEP ? p->size - at : DIGEST_STEP;
+            if (!read_at(p->fd, piece, n, at)) ok = bad(p, e, "cannot read the file: %s", read_problem());
+            else sha256_update(&c, n, piece);
+            if (progress) progress("hashing", (double)(done += n) / (double)whole);
+        }
+    }
+    sha256_digest(&c, 32, out);
+    free(piece);
+    return ok;
 }
 
 const struct gguf_value *gguf_value_at(const struct gguf *g, size_t i)

@@ -45,6 +45,12 @@ void gguf_close(struct gguf *g);
 const char *gguf_path(const struct gguf *g);
 int gguf_version(const struct gguf *g);
 uint64_t gguf_file_bytes(const struct gguf *g);      /* all files of the set together */
+/* What tells these files from changed ones without reading them: SHA-256 over their devices, inodes, sizes and times.
+ * False where it does not: a file changed so lately that another change might leave its times as they are. */
+bool gguf_identity(const struct gguf *g, uint8_t out[32]);
+/* SHA-256 over all bytes of the files. progress may be NULL. Errors: GEN_MODEL. */
+bool gguf_digest(const struct gguf *g, uint8_t out[32], void (*progress)(const char *what, double done),
+                 struct error *e);
 
 /* Metadata. The i-th value, or NULL past the end; the value of a key, or NULL. */
 const struct gguf_value *gguf_value_at(const struct gguf *g, size_t i);

@@ -3,6 +3,7 @@
 
 #include "result.h"
 #include "json.h"
+#include "kvstore.h"
 #include "memory.h"
 #include "output.h"
 
@@ -141,6 +142,58 @@ bool inspect_file(struct bytes *out, const struct gguf *g, bool json, struct err
     json_t *object = file_object(g);
     if (json) return json_line(out, object, e);
     bool ok = object && file_lines(out, object);
+    json_decref(object);
+    return ok || fail(e, GEN_RUN, "cannot allocate memory for the summary");
+}
+
+/* ---- a cache file */
+
+static json_t *cache_object(const char *path, const struct kvstore_text *t)
+{
+    char model[65], *at = model;
+    for (int i = 0; i < 32; i++) at += sprintf(at, "%02x", t->fingerprint[i]);
+    json_t *o = json_object(), *settings = json_loadb(t->settings.data ? t->settings.data : "", t->settings.len, 0, NULL);
+    json_t *chat = json_loadb(t->messages.data ? t->messages.data : "", t->messages.len, 0, NULL);
+    json_object_set_new(o, "file", json_text(path, strlen(path)));
+    put_count(o, "file_bytes", t->bytes);
+    put_count(o, "tokens", (uint64_t)t->n_tokens);
+    put_count(o, "blocks", (uint64_t)t->n_blocks);
+    put_count(o, "messages", json_array_size(json_object_get(chat, "messages")));
+    json_object_set_new(o, "model_sha256", json_string(model));
+    json_object_set_new(o, "settings", settings ? settings : json_object());
+    json_decref(chat);
+    return o;
+}
+
+static bool cache_lines(struct bytes *out, json_t *object)
+{
+    const char *label, *setting;
+    json_t *value, *of;
+    bool ok = true;
+    json_object_foreach(object, label, value) {
+        ok = ok && bytes_printf(out, "%-14s  ", label);
+        if (json_is_string(value)) ok = ok && visible_add(out, json_string_value(value), json_string_length(value));
+        else if (json_is_integer(value)) ok = ok && bytes_printf(out, "%lld", json_integer_value(value));
+        json_object_foreach(value, setting, of) {
+            char *text = json_dumps(of, JSON_ENCODE_ANY | JSON_ENSURE_ASCII);
+            ok = ok && text && bytes_printf(out, "%s %s  ", setting, text);
+            free(text);
+        }
+        ok = ok && bytes_add(out, "\n", 1);
+    }
+    return ok;
+}
+
+bool inspect_cache(struct bytes *out, const char *path, bool json, struct error *e)
+{
+    struct error why = { 0 };
+    struct kvstore *k = kvstore_file_open(path, KVSTORE_READ, &why);
+    bool ok = k && !why.code && kvstore_file_verify(k, &why);
+    json_t *object = ok ? cache_object(path, kvstore_file_text(k)) : NULL;
+    if (k) k->close(k);
+    if (!ok) return fail(e, GEN_MODEL, "%s", why.text);
+    if (json) return json_line(out, object, e);
+    ok = object && cache_lines(out, object);
     json_decref(object);
     return ok || fail(e, GEN_RUN, "cannot allocate memory for the summary");
 }

@@ -9,6 +9,9 @@
  * files that hold only a vocabulary and on architectures that cannot be run. Errors: GEN_RUN for memory. */
 bool inspect_file(struct bytes *out, const struct gguf *g, bool json, struct error *e);
 
+/* The same of a cache file (kvstore.h), every block of which is read. Errors: GEN_MODEL when it is damaged. */
+bool inspect_cache(struct bytes *out, const char *path, bool json, struct error *e);
+
 /* The bytes of weights and cache that engine_open would take with *o, the cache's bytes for each type and the largest
  * context whose cache fits into `room` bytes. */
 bool inspect_run(struct bytes *out, const struct model *m, const struct engine_options *o, uint64_t room, bool json,

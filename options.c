@@ -172,6 +172,19 @@ const struct option_row option_table[] = {
       "With --window: also keep the first N tokens, which models lean on." },
     { GROUP_CACHE, "no-kv-cache", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_kv_cache), 0, 0,
       "Compute the whole text again for each token: the slow baseline, with the same results." },
+    { GROUP_CACHE, "prompt-cache", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(prompt_cache), 0, ANSWERS,
+      "Keep the prompt's keys and values in FILE, and begin with those that are there. A file that does not fit this "
+      "run is told and replaced." },
+    { GROUP_CACHE, "prompt-cache-ro", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(prompt_cache_ro), 0, ANSWERS,
+      "With --prompt-cache: never write the file." },
+    { GROUP_CACHE, "prompt-cache-all", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(prompt_cache_all), 0, ANSWERS,
+      "With --prompt-cache: keep the answer, too." },
+    { GROUP_CACHE, "prefix-cache", 0, "DIR", NULL, OPT_TEXT, 0, 0, AT(prefix_cache), 0, ANSWERS | IN(BATCH),
+      "Keep the keys and values of all prompts in a database in DIR, and begin with the longest prefix that is there, "
+      "whichever process put it there. It tells as much as the prompts themselves." },
+    { GROUP_CACHE, "prefix-cache-size", 0, "SIZE", "4G", OPT_SIZE, 1, 0x1p53, AT(prefix_cache_size), 0,
+      ANSWERS | IN(BATCH),
+      "Bytes that DIR may take; the least recently used prefixes go first." },
 
     { GROUP_OUTPUT, "json", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(json), 0, JSON_MODES,
       "Print one JSON object instead of text." },
@@ -217,7 +230,7 @@ const struct option_row option_table[] = {
       "given make one line more." },
 
     { GROUP_INFORMATION, "inspect", 0, "[FILE]", NULL, OPT_MODE, 0, 0, AT(inspect), MODE_INSPECT, 0,
-      "Print a summary of a model file and stop." },
+      "Print a summary of a model file, or of a cache file, and stop." },
     { GROUP_INFORMATION, "dry-run", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_DRY_RUN, 0,
       "Print the bytes that the run would take and the largest context that fits memory, and stop." },
     { GROUP_INFORMATION, "check-tensors", 0, NULL, NULL, OPT_MODE, 0, 0, AT(mode), MODE_CHECK_TENSORS, 0,
@@ -613,6 +626,28 @@ bool options_chat(const struct options *o)
     return o->text || o->chat || o->single_turn || o->no_think || o->system || o->messages || o->chat_template;
 }
 
+/* Refuses what contradicts itself in the options that keep the cache on disk. */
+static bool consistent_store(const struct options *o, struct error *e)
+{
+    if ((o->prompt_cache_ro || o->prompt_cache_all) && !o->prompt_cache)
+        return fail(e, GEN_USAGE, "--prompt-cache-%s does nothing without --prompt-cache FILE",
+                    o->prompt_cache_ro ? "ro" : "all");
+    if (o->prompt_cache_ro && o->prompt_cache_all)
+        return fail(e, GEN_USAGE, "--prompt-cache-ro and --prompt-cache-all exclude each other");
+    if (options_given(o, "prefix-cache-size") && !o->prefix_cache)
+        return fail(e, GEN_USAGE, "--prefix-cache-size does nothing without --prefix-cache DIR");
+    if (o->prompt_cache && o->prefix_cache)
+        return fail(e, GEN_USAGE, "--prompt-cache and --prefix-cache exclude each other: the first keeps one text in a "
+                    "file, the second all prompts");
+    if (o->tensor_parallel > 1 && (o->prompt_cache || o->prefix_cache))
+        return fail(e, GEN_USAGE, "--%s and --tensor-parallel exclude each other: each process has a part of the cache",
+                    o->prompt_cache ? "prompt-cache" : "prefix-cache");
+    if (o->no_kv_cache && (o->prompt_cache || o->prefix_cache))
+        return fail(e, GEN_USAGE, "--%s and --no-kv-cache exclude each other",
+                    o->prompt_cache ? "prompt-cache" : "prefix-cache");
+    return true;
+}
+
 /* Refuses options that would do nothing, and combinations that contradict each other. */
 static bool consistent(const struct options *o, struct error *e)
 {
@@ -676,7 +711,7 @@ static bool consistent(const struct options *o, struct error *e)
     if (o->quiet && o->verbose) return fail(e, GEN_USAGE, "--quiet and --verbose exclude each other");
     if (o->inspect && o->model)
         return fail(e, GEN_USAGE, "--inspect %s and --model %s: name the file once", o->inspect, o->model);
-    return true;
+    return consistent_store(o, e);
 }
 
 bool options_parse(struct options *o, int argc, char **argv, struct error *e)

@@ -95,6 +95,9 @@ struct options {
     int kv_heads;                      /* as model_options.kv_heads */
     int64_t kv_memory;                 /* most bytes of the cache; 0 = what memory allows */
     bool no_kv_cache;
+    const char *prompt_cache, *prefix_cache;
+    bool prompt_cache_ro, prompt_cache_all;
+    int64_t prefix_cache_size;
     /* output */
     bool json, quiet, verbose;
     int logprobs, color;

@@ -216,7 +216,7 @@ enum complete { COMPLETE_NOTHING, COMPLETE_FILES, COMPLETE_WORDS };
 static enum complete completes(const struct option_row *row)
 {
     if (!row->arg) return COMPLETE_NOTHING;
-    if (strstr(row->arg, "FILE")) return COMPLETE_FILES;
+    if (strstr(row->arg, "FILE") || strcmp(row->arg, "DIR") == 0) return COMPLETE_FILES;
     return strchr(row->arg, '|') ? COMPLETE_WORDS : COMPLETE_NOTHING;
 }
 

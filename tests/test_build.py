@@ -149,7 +149,7 @@ def machine(tmp_path):
     return run
 
 
-NEEDED = "gcc libc6-dev libedit-dev libjansson-dev libpcre2-dev libutf8proc-dev nettle-dev"
+NEEDED = "gcc libc6-dev libedit-dev libjansson-dev libpcre2-dev libsqlite3-dev libutf8proc-dev nettle-dev"
 
 
 def test_deps_as_root_installs_what_is_missing(machine):

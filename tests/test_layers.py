@@ -8,14 +8,14 @@ from conftest import ROOT
 # which all may.
 MAY_INCLUDE = {
     # the program
-    "gen": "answer batch bench chat comm engine gguf input inspect kvreport lookup measure memory model options output"
-           " probe ranks result sampler tokenizer usage",
+    "gen": "answer batch bench chat comm engine gguf input inspect kvreport kvstore lookup measure memory model options"
+           " output probe ranks result sampler tokenizer usage",
     "usage": "options",
     "output": "options tokenizer",
     "options": "sampler",
     # what it does
     "answer": "engine lookup sampler tokenizer",
-    "inspect": "engine gguf result json memory output",
+    "inspect": "engine gguf json kvstore memory output result",
     "measure": "engine tokenizer json",
     "kvreport": "engine tokenizer json measure inspect result gguf output",
     "bench": "engine json memory probe quant",
@@ -23,7 +23,7 @@ MAY_INCLUDE = {
     "jsonl": "chat gguf options tokenizer",
     "journal": "output",
     "result": "engine json sampler tokenizer",
-    "chat": "answer engine gguf jinja json line options output sampler tokenizer",
+    "chat": "answer engine gguf jinja json kvstore line options output sampler tokenizer",
     "engine": "model kvcache kvstore backend lookup comm ranks",
     # its parts
     "input": "",
