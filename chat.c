@@ -362,3 +362,42 @@ bool conversation_add_reply(struct conversation *c, const int32_t *ids, size_t n
     for (size_t i = 0; ok && i < kept; i++) ok = ids_add(&c->ids, ids[i]);
     return (ok && add_mark(c, (struct mark){ c->last.text.len, c->ids.len })) || no_memory(e);
 }
+
+bool conversation_json(const struct conversation *c, struct bytes *out, struct error *e)
+{
+    char *text = json_dumps(c->messages, JSON_COMPACT);
+    bool ok = text && bytes_add(out, text, strlen(text));
+    free(text);
+    return ok || no_memory(e);
+}
+
+/* Adds a reply whose ids stand in `tokens` behind those of the prompt that asks for it. False when they do not, or when
+ * there is no such prompt. */
+static bool add_known_reply(struct conversation *c, const json_t *reply, const int32_t *tokens, size_t n)
+{
+    struct error ignored;
+    const struct ids *prompt;
+    const json_t *text = json_object_get(reply, "content");
+    if (!conversation_prompt(c, &prompt, &ignored) || prompt->len > n) return false;
+    if (memcmp(prompt->data, tokens, prompt->len * sizeof *tokens) != 0) return false;
+    size_t begin = prompt->len, end = begin, before = conversation_length(c);
+    while (end < n && !tokenizer_is_end(c->chat->tokenizer, tokens[end])) end++;
+    bool ok = conversation_add_reply(c, tokens + begin, end - begin, json_string_value(text), json_string_length(text),
+                                     &ignored);
+    if (!ok) conversation_cut(c, before);
+    return ok;
+}
+
+bool conversation_add_known(struct conversation *c, const struct json_t *messages, const int32_t *tokens, size_t n,
+                            struct error *e)
+{
+    size_t i;
+    json_t *m;
+    json_array_foreach((json_t *)messages, i, m) {
+        const char *role = json_string_value(json_object_get(m, "role"));
+        bool plain = json_object_size(m) == 2 && role && strcmp(role, "assistant") == 0;
+        if (plain && add_known_reply(c, m, tokens, n)) continue;
+        if (!conversation_push(c, json_incref(m), e)) return false;
+    }
+    return true;
+}

@@ -16,7 +16,7 @@ struct session {
     const struct chat_session *in;
     struct options *options;
     struct conversation *conversation;
-    struct sequence *sequence;
+    struct sequence *sequence;         /* in->sequence */
     struct lines *lines;
     struct ids tokens;                 /* the last prompt and its reply */
     struct bytes line, message;
@@ -327,6 +327,54 @@ static bool command_read(struct session *s, const char *arg, struct error *e)
     return true;
 }
 
+static bool command_save(struct session *s, const char *arg, struct error *e)
+{
+    struct bytes messages = { 0 };
+    if (!*arg) return say("/save needs a file: /save FILE"), true;
+    /* The last token of a reply is in the cache only if one came after it. */
+    size_t held = (size_t)sequence_length(s->sequence);
+    struct ids tokens = { .data = (int32_t *)sequence_tokens(s->sequence), .len = held };
+    if (held <= s->tokens.len && (!held || memcmp(tokens.data, s->tokens.data, held * sizeof *tokens.data) == 0))
+        tokens = s->tokens;
+    bool ok = conversation_json(s->conversation, &messages, e);
+    if (ok && !s->in->save(s->in->user, arg, &messages, &tokens, e)) {
+        say("gen: %s", e->text);
+        *e = (struct error){ 0 };
+    } else if (ok) {
+        say("%zu messages and the cache of %lld tokens are in %s.", conversation_length(s->conversation),
+            (long long)sequence_length(s->sequence), arg);
+    }
+    bytes_free(&messages);
+    return ok;
+}
+
+/* The conversation is that of the file then, or as it was. */
+static bool command_load(struct session *s, const char *arg, struct error *e)
+{
+    struct bytes text = { 0 };
+    struct ids tokens = { 0 };
+    json_t *messages = NULL;
+    struct error why;
+    char note[500] = "";
+    if (!*arg) return say("/load needs a file: /load FILE"), true;
+    bool read = s->in->load(s->in->user, arg, &text, &tokens, note, &why)
+             && chat_read_messages(&messages, text.data ? text.data : "", text.len, &why), ok = true;
+    if (read) {
+        conversation_cut(s->conversation, 0);
+        s->ahead.len = 0;
+        ok = conversation_add_known(s->conversation, messages, tokens.data, tokens.len, e);
+    }
+    if (*note) say("gen: %s", note);
+    if (!read) say("gen: %s", why.text);
+    else if (ok)
+        say("%zu messages are loaded; %lld of their %zu tokens are in the cache.", conversation_length(s->conversation),
+            (long long)sequence_length(s->sequence), tokens.len);
+    chat_free_messages(messages);
+    bytes_free(&text);
+    ids_free(&tokens);
+    return ok;
+}
+
 static bool keep_word(struct texts *t, const char *word)
 {
     const char **grown = realloc(t->data, (t->len + 1) * sizeof *grown);
@@ -429,6 +477,8 @@ static const struct command {
     { "/undo", "", "take the last message and its reply back", command_undo },
     { "/system", " TEXT", "set the system message; without TEXT take it away", command_system },
     { "/read", " FILE", "put a file's text before the next message", command_read },
+    { "/save", " FILE", "keep the conversation and its cache in a file", command_save },
+    { "/load", " FILE", "go on with a conversation from a file", command_load },
     { "/set", " OPTION VALUE", "change an option of sampling or generation: /set temp 0.5", command_set },
     { "/tokens", " [N]", "how many tokens are in use; the last N of them", command_tokens },
     { "/kv", "", "a picture of the cache", command_kv },
@@ -554,8 +604,8 @@ static bool check_messages(struct session *s, struct error *e)
 
 bool chat_session_run(const struct chat_session *o, int *signal, struct error *e)
 {
-    struct session s = { .in = o, .options = o->options, .conversation = o->conversation };
-    bool ok = check_messages(&s, e) && sequence_open(&s.sequence, o->engine, e) && lines_open(&s.lines, e);
+    struct session s = { .in = o, .options = o->options, .conversation = o->conversation, .sequence = o->sequence };
+    bool ok = check_messages(&s, e) && lines_open(&s.lines, e);
     *signal = 0;
     if (ok) tell_beginning(&s);
     if (ok && o->first) ok = turn(&s, o->first, o->n_first, e);
@@ -572,7 +622,6 @@ bool chat_session_run(const struct chat_session *o, int *signal, struct error *e
     }
     if (s.lines) *signal = lines_signal();
     lines_close(s.lines);
-    sequence_close(s.sequence);
     for (size_t i = 0; i < s.kept.len; i++) free((char *)s.kept.data[i]);
     free(s.kept.data);
     ids_free(&s.tokens);

@@ -17,6 +17,13 @@ struct chat_session {
     bool once;                         /* one message and its reply */
     bool terminal;                     /* a person reads standard output: control characters are shown as ^[ */
     bool color;
+    struct sequence *sequence;         /* of the engine: the chat's */
+    /* Keep the sequence's cache, the messages (JSON) and the tokens (which begin with the sequence's) in a file; take them from one, as far as they fit: then the
+     * sequence holds blocks of *tokens. *note is told to the user, or empty. */
+    bool (*save)(void *user, const char *path, const struct bytes *messages, const struct ids *tokens, struct error *e);
+    bool (*load)(void *user, const char *path, struct bytes *messages, struct ids *tokens, char note[500],
+                 struct error *e);
+    void *user;
     bool (*read_file)(const char *path, struct bytes *out, struct error *e);       /* appends the text of a file */
     void (*progress)(const char *what, double done);   /* told when a prompt is computed */
 };

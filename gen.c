@@ -497,6 +497,53 @@ static bool save_store(struct program *p, struct error *e)
     return ok;
 }
 
+/* Keeps the chat in a file; see chat_session.h. */
+static bool save_chat(void *user, const char *path, const struct bytes *messages, const struct ids *tokens,
+                      struct error *e)
+{
+    struct program *p = user;
+    struct error ignored = { 0 };
+    struct kvstore_text t = { .tokens = tokens->data, .n_tokens = (int64_t)tokens->len, .messages = *messages };
+    if (p->comm) return fail(e, GEN_RUN, "the cache is divided over several processes and cannot be saved");
+    struct kvstore *k = kvstore_file_open(path, KVSTORE_REPLACE, &ignored);
+    if (!k) return *e = ignored, false;
+    bool ok = find_fingerprint(p, k, e);
+    engine_root_key(p->engine, p->fingerprint, t.root);
+    memcpy(t.fingerprint, p->fingerprint, 32);
+    ok = ok && (settings_text(p, &t.settings) || fail(e, GEN_RUN, "cannot allocate memory for the settings"))
+      && sequence_store(p->sequence, k, t.root, e) && kvstore_file_save(k, &t, e);
+    bytes_free(&t.settings);
+    k->close(k);
+    return ok;
+}
+
+static bool load_chat(void *user, const char *path, struct bytes *messages, struct ids *tokens, char said[500],
+                      struct error *e)
+{
+    struct program *p = user;
+    struct error why = { 0 };
+    uint8_t root[KV_KEY];
+    struct kvstore *k = kvstore_file_open(path, KVSTORE_READ, &why);
+    const struct kvstore_text *t = k ? kvstore_file_text(k) : NULL;
+    bool ok = k && !why.code, made = ok && t && t->messages.len;
+    if (!ok) *e = why;
+    else if (!made) ok = fail(e, GEN_RUN, "%s holds no chat", path);
+    ok = ok && (bytes_add(messages, t->messages.data, t->messages.len)
+                || fail(e, GEN_RUN, "cannot allocate memory for the chat"));
+    for (int64_t i = 0; ok && i < t->n_tokens && t->tokens[i] >= 0 && t->tokens[i] < p->model->n_vocab; i++)
+        ok = ids_add(tokens, t->tokens[i]) || fail(e, GEN_RUN, "cannot allocate memory for the chat");
+    ok = ok && find_fingerprint(p, k, e);
+    if (ok) {
+        engine_root_key(p->engine, p->fingerprint, root);
+        if (!kvstore_file_check(k, p->fingerprint, root, &why))
+            snprintf(said, 500, "%.400s: only its messages are used", why.text);
+        sequence_cut(p->sequence, 0);
+        if (!p->comm && !*said) sequence_restore(p->sequence, k, root, tokens->data, (int64_t)tokens->len);
+    }
+    if (k) k->close(k);
+    return ok;
+}
+
 /* ---- generation ------------------------------------------------------------------------------------------------- */
 
 static bool use_color(const struct program *p)
@@ -632,15 +679,17 @@ static bool run_session(struct program *p, struct error *e)
                     o->json ? "--json" : "--display-prompt");
     if (!options_given(o, "predict")) o->predict = -1;
     if (!open_model(p, o->ctx, e) || !choose_seed(p, e) || !open_engine(p, o->ctx, e)) return false;
+    if (!open_store(p, e) || !sequence_open(&p->sequence, p->engine, e)) return false;
     struct chat_session session = {
         .options = o, .tokenizer = p->tokenizer, .engine = p->engine, .conversation = p->conversation,
+        .sequence = p->sequence, .save = save_chat, .load = load_chat, .user = p,
         .first = o->text || o->prompt || o->file ? p->prompt.data : NULL, .n_first = p->prompt.len,
         .once = o->single_turn, .color = use_color(p), .terminal = on_terminal(p),
         .read_file = input_read, .progress = progress,
     };
     bool ok = chat_session_run(&session, &signal, e);
     caught = signal;
-    return ok;
+    return ok && save_store(p, e);
 }
 
 static bool run_generate(struct program *p, struct error *e)

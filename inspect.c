@@ -153,12 +153,12 @@ static json_t *cache_object(const char *path, const struct kvstore_text *t)
     char model[65], *at = model;
     for (int i = 0; i < 32; i++) at += sprintf(at, "%02x", t->fingerprint[i]);
     json_t *o = json_object(), *settings = json_loadb(t->settings.data ? t->settings.data : "", t->settings.len, 0, NULL);
-    json_t *chat = json_loadb(t->messages.data ? t->messages.data : "", t->messages.len, 0, NULL);
+    json_t *chat = json_loadb(t->messages.data ? t->messages.data : "", t->messages.len, JSON_ALLOW_NUL, NULL);
     json_object_set_new(o, "file", json_text(path, strlen(path)));
     put_count(o, "file_bytes", t->bytes);
     put_count(o, "tokens", (uint64_t)t->n_tokens);
     put_count(o, "blocks", (uint64_t)t->n_blocks);
-    put_count(o, "messages", json_array_size(json_object_get(chat, "messages")));
+    put_count(o, "messages", json_array_size(chat));
     json_object_set_new(o, "model_sha256", json_string(model));
     json_object_set_new(o, "settings", settings ? settings : json_object());
     json_decref(chat);

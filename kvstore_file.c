@@ -265,6 +265,8 @@ static void file_put(struct kvstore *k, const struct kvstore_block *b)
 bool kvstore_file_save(struct kvstore *k, const struct kvstore_text *t, struct error *e)
 {
     struct file *f = (struct file *)k;
+    if (f->foreign && f->use == KVSTORE_REPLACE)
+        return fail(e, GEN_RUN, "%s is not a cache file of gen and stays as it is: name another", f->path);
     if (f->use == KVSTORE_READ || f->foreign || (f->loaded && !f->temporary && !f->why.code)) return true;
     struct header h = { .version = VERSION, .n_tokens = (uint64_t)t->n_tokens, .n_blocks = (uint64_t)f->text.n_blocks,
                         .settings_bytes = t->settings.len, .messages_bytes = t->messages.len,

@@ -333,6 +333,47 @@ def test_characters_of_several_tokens(gen, mkfix):
     assert text == "\ufffd\n" * 2 and turns[1][1] == turns[0][3] - 1   # the last token of a cut reply was not computed
 
 
+@pytest.mark.parametrize("kind", ["f16", "int4"])
+@pytest.mark.parametrize("window", [False, True])
+def test_save_and_load(gen, mkfix, tmp_path, kind, window):
+    """A conversation goes on in another process as if it had not ended, with its cache; also one whose layers have windows."""
+    more = ["--arch", "gemma3", "--layers", 7, "--swa", 40] if window else []
+    model, file = mkfix("rand", *more, "--template", CHATML), tmp_path / "talk"
+    args = ["-n", "60", "-ctk", kind, "-ctv", kind]
+    first, second = ["a" * 40, "b" * 60], ["c", "/undo", "/undo", "d"]
+    text, turns, _ = chat(gen, model, *first, *second, args=args)
+    before, _, err = chat(gen, model, *first, f"/save {file}", args=args)
+    assert "4 messages" in err and os.stat(file).st_mode & 0o777 == 0o600
+    after, loaded, err = chat(gen, model, "x", f"/load {file}", *second, args=args)
+    assert text == before + after[len(chat(gen, model, "x", args=args)[0]):]
+    held = int(re.search(r"4 messages are loaded; (\d+) of", err)[1])
+    assert held > turns[1][3] - 33 and loaded[1][1] >= held // 32 * 32
+    shown = json.loads(gen.ok("--inspect", file, "--json").text)
+    assert shown["messages"] == 4 and shown["settings"]["type_k"] == kind
+
+
+def test_save_and_load_refuse(gen, chain, rand, tmp_path):
+    talk, notes = tmp_path / "talk", tmp_path / "notes"
+    notes.write_text("mine")
+    _, _, err = chat(gen, chain, "a", f"/save {notes}", "/save", "/load", "/load /nowhere", f"/load {notes}", f"/save {talk}",
+                     "/save /nowhere/x")
+    for says in ("name another", "/save needs", "/load needs", "/nowhere", "not a cache file", "2 messages", "/nowhere/x"):
+        assert says in err, (says, err)
+    assert notes.read_text() == "mine" and sorted(os.listdir(tmp_path)) == ["notes", "talk"]
+    # of another model, and with other settings: the messages alone
+    for model, more in ((rand, []), (chain, ["-ctk", "int8"])):
+        _, turns, err = chat(gen, model, f"/load {talk}", "b", args=["-n", "4", *more])
+        assert "only its messages" in err and "2 messages are loaded" in err and turns[0][1] == 0
+    data = bytearray(talk.read_bytes())
+    data[-20] ^= 1
+    talk.write_bytes(data)
+    text, _, err = chat(gen, chain, "a", f"/load {talk}", "b")
+    assert "damaged" in err and text == "abcd!\n" * 2
+    empty = tmp_path / "c"
+    gen.ok("-m", chain, "-p", "x", "-n", "1", "--prompt-cache", empty)
+    assert "holds no chat" in chat(gen, chain, f"/load {empty}")[2]
+
+
 # ---- through a pipe
 
 def test_ends_of_input(gen, chain):
