@@ -149,12 +149,18 @@ bench: ## measure gen beside llama.cpp, built from PyPI's source package; see be
 readme: $(PROGRAM) ## put the program's option tables into README.md
 	@python3 tests/readme.py ./$(PROGRAM)
 
-install: $(PROGRAM) ## install gen into PREFIX (/usr/local) under DESTDIR
-	install -d '$(DESTDIR)$(PREFIX)/bin'
+# The man page and the shells' completions are the program's own output.
+SHARED := man/man1/gen.1 bash-completion/completions/gen zsh/site-functions/_gen fish/vendor_completions.d/gen.fish
+install: $(PROGRAM) ## install gen, its man page and completions into PREFIX (/usr/local) under DESTDIR
+	install -d '$(DESTDIR)$(PREFIX)/bin' $(foreach f,$(SHARED),'$(DESTDIR)$(PREFIX)/share/$(dir $f)')
 	install -m 755 $(PROGRAM) '$(DESTDIR)$(PREFIX)/bin/gen'
+	./$(PROGRAM) --help man > '$(DESTDIR)$(PREFIX)/share/$(word 1,$(SHARED))'
+	./$(PROGRAM) --completion bash > '$(DESTDIR)$(PREFIX)/share/$(word 2,$(SHARED))'
+	./$(PROGRAM) --completion zsh > '$(DESTDIR)$(PREFIX)/share/$(word 3,$(SHARED))'
+	./$(PROGRAM) --completion fish > '$(DESTDIR)$(PREFIX)/share/$(word 4,$(SHARED))'
 
 uninstall: ## remove what install put there
-	rm -f '$(DESTDIR)$(PREFIX)/bin/gen'
+	rm -f '$(DESTDIR)$(PREFIX)/bin/gen' $(foreach f,$(SHARED),'$(DESTDIR)$(PREFIX)/share/$f')
 
 clean: ## remove everything that was built; weights/ stays
 	rm -rf build gen

@@ -384,19 +384,38 @@ static bool keep_word(struct texts *t, const char *word)
     return t->data[t->len] && ++t->len;
 }
 
-/* Only options that a reply depends on can change while the program runs. An unknown one is left to options_set. */
+/* Only options that a reply depends on can change while the program runs. */
+static bool changes(const struct option_row *row)
+{
+    return row->group == GROUP_SAMPLING || (row->group == GROUP_GENERATION && strcmp(row->name, "ctx-size") != 0);
+}
+
+/* An unknown option is left to options_set. */
 static bool can_change(const char *name, struct error *e)
 {
     char display[40];
     for (const struct option_row *row = option_table; row < option_table + n_options; row++) {
         bool here = strcmp(row->name, name) == 0 || (row->letter == name[0] && !name[1]);
-        bool can = row->group == GROUP_SAMPLING
-                || (row->group == GROUP_GENERATION && strcmp(row->name, "ctx-size") != 0);
-        if (here && !can)
+        if (here && !changes(row))
             return fail(e, GEN_USAGE, "%s cannot be changed any more: only options of generation and sampling can",
                         option_display(row, display));
     }
     return true;
+}
+
+static bool show_settings(const struct session *s, struct error *e)
+{
+    struct bytes line = { 0 };
+    bool ok = true;
+    for (const struct option_row *row = option_table; ok && row < option_table + n_options; row++) {
+        if (!changes(row)) continue;
+        line.len = 0;
+        ok = option_value(s->options, row, &line) || fail(e, GEN_RUN, "cannot allocate memory for the options");
+        if (ok) say("  %-18s %s", row->name, line.data);
+    }
+    bytes_free(&line);
+    say("/set temp 0.5 changes one; gen --help sampling tells what they mean.");
+    return ok;
 }
 
 static bool command_set(struct session *s, const char *arg, struct error *e)
@@ -404,7 +423,7 @@ static bool command_set(struct session *s, const char *arg, struct error *e)
     struct options before = *s->options;
     struct sampler *sampler = NULL;
     size_t n = strcspn(arg, " =");
-    if (!*arg) return say("/set needs an option and its value: /set temp 0.5 (gen --help sampling lists them)"), true;
+    if (!*arg) return show_settings(s, e);
     if (!keep_word(&s->kept, arg)) return fail(e, GEN_RUN, "cannot allocate memory for the options");
     char *name = (char *)s->kept.data[s->kept.len - 1], *value = name + n;
     if (*value) *value++ = '\0';
@@ -456,7 +475,8 @@ static bool command_kv(struct session *s, const char *arg, struct error *e)
         kv.pages, kv.pages == 1 ? "" : "s",
         (long long)(o->layout == KV_PAGED ? o->page_size : engine_ctx(s->in->engine)), 1e-6 * used, 1e-6 * reserved,
         kv.bytes_per_token);
-    say("%lld of the %lld tokens of all prompts were in the cache", (long long)s->reused, (long long)s->prompted);
+    say("%lld of the %lld tokens of all prompts were in the cache; %lld tokens are evicted", (long long)s->reused,
+        (long long)s->prompted, (long long)sequence_evicted(s->sequence));
     return true;
 }
 
@@ -479,7 +499,7 @@ static const struct command {
     { "/read", " FILE", "put a file's text before the next message", command_read },
     { "/save", " FILE", "keep the conversation and its cache in a file", command_save },
     { "/load", " FILE", "go on with a conversation from a file", command_load },
-    { "/set", " OPTION VALUE", "change an option of sampling or generation: /set temp 0.5", command_set },
+    { "/set", " [OPTION VALUE]", "change an option of sampling or generation; show them all", command_set },
     { "/tokens", " [N]", "how many tokens are in use; the last N of them", command_tokens },
     { "/kv", "", "a picture of the cache", command_kv },
     { "/quit", "", "end the chat", command_quit },

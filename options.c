@@ -590,6 +590,28 @@ bool options_text(const struct options *o, struct bytes *out)
     return ok;
 }
 
+bool option_value(const struct options *o, const struct option_row *row, struct bytes *out)
+{
+    const void *field = (const char *)o + row->at;
+    const struct texts *texts = field;
+    bool ok = bytes_add(out, "", 0);
+    switch (row->kind) {
+    case OPT_FLAG: return bytes_printf(out, "%s", *(const bool *)field ? "on" : "off");
+    case OPT_INT: return bytes_printf(out, "%d", *(const int *)field);
+    case OPT_LONG: return bytes_printf(out, "%lld", (long long)*(const int64_t *)field);
+    case OPT_FLOAT: return bytes_printf(out, "%g", (double)*(const float *)field);
+    case OPT_DOUBLE: return bytes_printf(out, "%g", *(const double *)field);
+    case OPT_TEXTS:
+        for (size_t i = 0; ok && i < texts->len; i++) ok = bytes_printf(out, "%s%s", i ? " " : "", texts->data[i]);
+        return ok;
+    case OPT_BIAS:
+        for (size_t i = 0; ok && i < o->sampling.n_bias; i++)
+            ok = bytes_printf(out, "%s%d%+g", i ? " " : "", o->sampling.bias[i].id, (double)o->sampling.bias[i].bias);
+        return ok;
+    default: return ok;
+    }
+}
+
 bool options_set(struct options *o, const char *name, const char *value, struct error *e)
 {
     const struct option_row *row = name[0] && !name[1] ? row_of_letter(name[0]) : row_of(name, strlen(name));

@@ -129,6 +129,8 @@ bool options_text(const struct options *o, struct bytes *out);
 bool options_chat(const struct options *o);
 /* Was the option of this long name given? */
 bool options_given(const struct options *o, const char *name);
+/* The option's value as it would be given, nothing where it takes none or has none. False when memory is out. */
+bool option_value(const struct options *o, const struct option_row *row, struct bytes *out);
 /* "--temp", or "-ctk" for a name of at most three letters. */
 const char *option_display(const struct option_row *row, char buffer[40]);
 /* What values the option takes: "a whole number from 0 to 100". */
