@@ -120,8 +120,13 @@ def test_install(tmp_path, gen):
     assert r.returncode == 0, r.stderr
     installed = tmp_path / "a b/usr/bin/gen"
     assert installed.read_bytes() == GEN.read_bytes() and os.access(installed, os.X_OK)
+    share = tmp_path / "a b/usr/share"
+    assert (share / "man/man1/gen.1").read_bytes() == gen.ok("--help", "man").out
+    for shell, file in (("bash", "bash-completion/completions/gen"), ("zsh", "zsh/site-functions/_gen"),
+                        ("fish", "fish/vendor_completions.d/gen.fish")):
+        assert (share / file).read_bytes() == gen.ok("--completion", shell).out
     r = sh(*make, "uninstall")
-    assert r.returncode == 0 and not installed.exists()
+    assert r.returncode == 0 and not [f for f in (tmp_path / "a b").rglob("*") if f.is_file()]
 
 
 # ---- deps.sh
