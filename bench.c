@@ -118,6 +118,7 @@ static bool open_engine(struct run *r, const struct model *m, struct engine_opti
     if (!eo.cache && eo.max_sequences > 1)
         return fail(e, GEN_USAGE, "--no-kv-cache computes one sequence at a time: leave out -np");
     if (!enough_memory(m, &eo, e)) return false;
+    eo.share = false;                  /* each test computes its own */
     eo.progress = NULL;                /* the tests tell their own */
     r->tokens = alloc_zeroed((size_t)longest, sizeof *r->tokens, "the text", e);
     if (!r->tokens || !engine_open(&r->g, m, &eo, e) || !sequence_open(&r->first, r->g, e)) return false;

@@ -25,6 +25,8 @@ struct engine {
     struct kvstore *store;             /* blocks that outlive the process; NULL = none */
     uint8_t root[KV_KEY];              /* the key of the store's first blocks */
     void *block;                       /* room for a block on its way there */
+    struct kv_memory memory;           /* of the pools */
+    struct sequence *sequences;        /* all that are open */
     uint64_t forwards;                 /* forward passes so far: tells whether a sequence's logits are still there */
 };
 
@@ -38,8 +40,11 @@ struct sequence {
     int64_t prompt;                    /* tokens whose blocks are put into the store */
     int64_t stored;                    /* so many blocks of the prompt are in the store, */
     uint8_t stored_key[KV_KEY];        /* and this is the last one's key */
+    uint8_t (*keys)[KV_KEY];           /* [ctx / KV_BLOCK] of the blocks, for the index: */
+    int64_t hashed;                    /* tokens whose blocks have keys */
     uint64_t forward;                  /* the pass that computed logits of the last rows, 0 = none */
     int logits, n_logits;              /* place of the last row's among that pass's wanted rows; rows that have them */
+    struct sequence *next, *before;    /* in the engine's list */
 };
 
 /* ---- opening ----------------------------------------------------------------------------------------------------- */
@@ -57,8 +62,22 @@ enum { WINDOW_MARGIN = 2 * KV_BLOCK };
 /* Tokens of a sequence with --window: its memory does not grow with them but for 4 bytes each and 4 bytes a page. */
 #define MOST_TOKENS ((int64_t)1 << 27)
 
+/* Bytes of all pages of the plan; false when they cannot be counted. */
+static bool plan_bytes(const struct plan *p, size_t *out)
+{
+    *out = 0;
+    for (int g = 0; g < KV_GROUPS; g++) {
+        size_t main, raw;
+        if (!size_mul(kv_page_bytes(&p->main[g]), (size_t)p->main_pages[g], &main) ||
+            !size_mul(kv_page_bytes(&p->raw[g]), (size_t)p->raw_pages[g], &raw) ||
+            !size_add(*out, main, out) || !size_add(*out, raw, out))
+            return false;
+    }
+    return true;
+}
+
 /* Shapes of the page pools that the options ask for. */
-static bool make_plan(const struct model *m, const struct engine_options *o, struct plan *p, struct error *e)
+static bool plan_pools(const struct model *m, const struct engine_options *o, struct plan *p, struct error *e)
 {
     p->ctx = p->seen = o->ctx > 0 ? o->ctx : m->n_ctx;
     if (o->window > 0) {
@@ -89,27 +108,41 @@ static bool make_plan(const struct model *m, const struct engine_options *o, str
         p->raw[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, kv_raw_type(o->type_k),
                                        kv_raw_type(o->type_v), KV_BLOCK };
         p->main_pages[g] = layers[g] ? (int)((most < per_sequence ? most : per_sequence) * o->max_sequences) : 0;
-        /* block 0, the last two, one being begun; and one sequence's chunk */
+        /* block 0, the last two, one being begun, and block 0 of a text that is gone; and the rows of a batch */
         bool sealed = layers[g] && (kv_sealed(o->type_k) || kv_sealed(o->type_v));
-        p->raw_pages[g] = sealed ? 4 * o->max_sequences + p->chunk / KV_BLOCK + 2 : 0;
+        p->raw_pages[g] = sealed ? 5 * o->max_sequences + p->chunk / KV_BLOCK + 2 : 0;
     }
     return true;
+}
+
+/* The same, with the limit of memory looked at: pages beyond it need another place, or not all sequences may be long at
+ * once, but one must be possible. */
+static bool make_plan(const struct model *m, const struct engine_options *o, struct plan *p, struct error *e)
+{
+    struct engine_options alone = *o;
+    alone.max_sequences = 1;
+    size_t bytes;
+    if (o->kv_offload && o->layout == KV_CONTIGUOUS)
+        return fail(e, GEN_USAGE, "--kv-offload moves pages, which --kv-layout contiguous has not: use paged");
+    if (!plan_pools(m, &alone, p, e)) return false;
+    if (o->kv_memory && !o->kv_offload && plan_bytes(p, &bytes) && bytes > o->kv_memory)
+        return fail(e, GEN_USAGE, "the cache of %lld tokens needs %zu bytes, more than --kv-memory %zu: lower --ctx-size "
+                    "or --batch-size, choose smaller types with -ctk and -ctv, or add --kv-offload",
+                    (long long)p->seen, bytes, o->kv_memory);
+    return plan_pools(m, o, p, e);
 }
 
 bool engine_estimate(const struct model *m, const struct engine_options *o, struct kv_usage *out, struct error *e)
 {
     struct plan p;
     *out = (struct kv_usage){ 0 };
-    if (!make_plan(m, o, &p, e)) return false;
+    if (!plan_pools(m, o, &p, e)) return false;
+    if (!plan_bytes(&p, &out->bytes_reserved))
+        return fail(e, GEN_USAGE, "a context of %lld tokens is too large to address: lower --ctx-size",
+                    (long long)p.ctx);
+    if (o->kv_offload && o->kv_memory < out->bytes_reserved) out->bytes_reserved = o->kv_memory;
     double token = 0;
     for (int g = 0; g < KV_GROUPS; g++) {
-        size_t main, raw;
-        if (!size_mul(kv_page_bytes(&p.main[g]), (size_t)p.main_pages[g], &main) ||
-            !size_mul(kv_page_bytes(&p.raw[g]), (size_t)p.raw_pages[g], &raw) ||
-            !size_add(out->bytes_reserved, main, &out->bytes_reserved) ||
-            !size_add(out->bytes_reserved, raw, &out->bytes_reserved))
-            return fail(e, GEN_USAGE, "a context of %lld tokens is too large to address: lower --ctx-size",
-                        (long long)p.ctx);
         token += kv_token_bytes(&p.main[g]);
         out->pages += p.main_pages[g] + p.raw_pages[g];
     }
@@ -127,7 +160,10 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
     if (!g) return false;
     g->m = m;
     g->o = *o;
+    g->o.share = o->share && o->cache && o->layout == KV_PAGED;
     if (!make_plan(m, o, &p, e)) goto bad;
+    g->memory.limit = o->kv_memory ? o->kv_memory : SIZE_MAX;
+    g->memory.folder = !o->kv_offload || strcmp(o->kv_offload, "host") ? o->kv_offload : "/var/tmp";
     g->ctx = p.ctx;
     g->sinks[KV_GLOBAL] = o->window > 0 ? o->sinks : 0;
     g->window[KV_GLOBAL] = o->window;
@@ -136,8 +172,8 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
     if (rows < o->max_sequences) rows = o->max_sequences;
     g->max_rows = rows > EXTEND_ROWS ? rows : EXTEND_ROWS;
     for (int i = 0; i < KV_GROUPS; i++)
-        if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i], e) ||
-            !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], e))
+        if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i], &g->memory, e) ||
+            !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], &g->memory, e))
             goto bad;
     for (int i = 0; i < KV_GROUPS && m->by_token; i++) kv_pool_sparse(&g->main[i]);
     g->rows = alloc_zeroed(g->max_rows, sizeof *g->rows, "the batch", e);
@@ -205,21 +241,46 @@ const struct model *engine_model(const struct engine *g) { return g->m; }
 int64_t engine_ctx(const struct engine *g) { return g->ctx; }
 const struct backend *engine_backend(const struct engine *g) { return g->b; }
 
+bool engine_check(const struct engine *g)
+{
+    bool ok = true;
+    for (int i = 0; i < g->memory.n_pools; i++) ok = ok && kv_pool_check(g->memory.pools[i]);
+    return ok;
+}
+
+/* Places of the sequence's last page in the group that hold no token yet, this one's share of a shared page. */
+static double unfilled(const struct sequence *s, int group)
+{
+    const struct kv_table *t = &s->main[group];
+    const struct kv_pool *p = &s->g->main[group];
+    if (t->n == 0 || t->pages[t->n - 1] < 0) return 0;
+    return (double)((int64_t)t->n * p->shape.page_size - s->n) / p->pages[t->pages[t->n - 1]].refs;
+}
+
 struct kv_usage engine_kv_usage(const struct engine *g)
 {
-    struct kv_usage u = { 0 };
-    double token = 0;
+    struct kv_usage u = { .bytes_out = g->memory.bytes_out, .bytes_in = g->memory.bytes_in };
+    double token = 0, waste = 0;
+    for (int i = 0; i < g->memory.n_pools; i++) {
+        const struct kv_pool *p = g->memory.pools[i];
+        const struct kv_tier *fast = &p->tier[KV_FAST], *slow = &p->tier[KV_SLOW];
+        size_t bytes = kv_page_bytes(&p->shape);
+        int in_file = p->n_pages - p->first_slow - slow->n_free - slow->n_idle;
+        int used = p->n_fast - fast->n_free - fast->n_idle + in_file;
+        u.bytes_used += used * bytes;
+        u.bytes_slow += in_file * bytes;
+        u.bytes_idle += (fast->n_idle + slow->n_idle) * bytes;
+        u.bytes_reserved += p->n_fast * bytes;
+        u.pages += used;
+    }
+    if (u.bytes_reserved > g->memory.limit) u.bytes_reserved = g->memory.limit;
     for (int i = 0; i < KV_GROUPS; i++) {
-        const struct kv_pool *pools[] = { &g->main[i], &g->raw[i] };
-        for (int k = 0; k < 2; k++) {
-            int used = pools[k]->n_pages - pools[k]->n_free;
-            u.bytes_used += (size_t)used * kv_page_bytes(&pools[k]->shape);
-            u.bytes_reserved += pools[k]->reserved;
-            u.pages += used;
-        }
         token += kv_token_bytes(&g->main[i].shape);
+        for (const struct sequence *s = g->sequences; s; s = s->next)
+            waste += unfilled(s, i) * kv_token_bytes(&g->main[i].shape);
     }
     u.bytes_per_token = (size_t)token;
+    u.bytes_unfilled = (size_t)waste;
     return u;
 }
 
@@ -231,7 +292,11 @@ bool sequence_open(struct sequence **out, struct engine *g, struct error *e)
     if (!s) return false;
     s->g = g;
     s->tokens = reserve_bytes(g->ctx * sizeof *s->tokens, "a sequence's tokens", e);
-    bool ok = s->tokens != NULL;
+    s->keys = reserve_bytes(g->ctx / KV_BLOCK * sizeof *s->keys, "a sequence's keys", e);
+    s->next = g->sequences;
+    if (s->next) s->next->before = s;
+    g->sequences = s;
+    bool ok = s->tokens && s->keys;
     for (int i = 0; i < KV_GROUPS && ok; i++)
         ok = kv_table_open(&s->main[i], &g->main[i], g->ctx, e) && kv_table_open(&s->raw[i], &g->raw[i], g->ctx, e);
     if (!ok) return sequence_close(s), false;
@@ -246,7 +311,10 @@ void sequence_close(struct sequence *s)
         kv_table_close(&s->main[i], &s->g->main[i]);
         kv_table_close(&s->raw[i], &s->g->raw[i]);
     }
+    *(s->before ? &s->before->next : &s->g->sequences) = s->next;
+    if (s->next) s->next->before = s->before;
     release_bytes(s->tokens, s->g->ctx * sizeof *s->tokens);
+    release_bytes(s->keys, s->g->ctx / KV_BLOCK * sizeof *s->keys);
     free(s);
 }
 
@@ -300,6 +368,7 @@ int64_t sequence_cut(struct sequence *s, int64_t n)
     s->logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
     s->n_logits -= (int)(gone < s->n_logits ? gone : s->n_logits);
     s->n = n;
+    if (s->hashed > n) s->hashed = n / KV_BLOCK * KV_BLOCK;
     for (int i = 0; i < KV_GROUPS; i++) {
         kv_table_cut(&s->main[i], &s->g->main[i], n);
         kv_table_cut(&s->raw[i], &s->g->raw[i], n);
@@ -331,6 +400,110 @@ static void drop_unreachable(struct sequence *s)
     }
 }
 
+/* ---- the index ---------------------------------------------------------------------------------------------------- */
+
+/* Keys of the blocks of tokens[0..n) that have none yet; those of the sequence's own tokens stay. */
+static void make_keys(struct sequence *s, const int32_t *tokens, int64_t n)
+{
+    static const uint8_t root[KV_KEY]; /* within an engine, all else is the same */
+    for (; s->hashed + KV_BLOCK <= n; s->hashed += KV_BLOCK) {
+        int64_t b = s->hashed / KV_BLOCK;
+        kv_block_key(b ? s->keys[b - 1] : root, tokens + s->hashed, s->keys[b]);
+    }
+}
+
+static const uint8_t *page_key(const struct sequence *s, const struct kv_pool *p, int64_t page)
+{
+    return s->keys[(page + 1) * (p->shape.page_size / KV_BLOCK) - 1];
+}
+
+/* Pages that have become full since the sequence had `before` tokens are there for others from now on; of the raw ones
+ * block 0, which all that follows sees. */
+static void index_pages(struct sequence *s, int64_t before)
+{
+    struct engine *g = s->g;
+    if (!g->o.share) return;
+    make_keys(s, s->tokens, s->n);
+    for (int i = 0; i < KV_GROUPS; i++) {
+        int64_t page = g->main[i].shape.page_size;
+        for (int64_t k = before / page; g->main[i].n_pages && k < s->n / page; k++)
+            if (k * page >= s->dropped_main[i])
+                kv_index_add(&s->main[i], &g->main[i], (int)k, page_key(s, &g->main[i], k), s->tokens + k * page);
+        if (before < KV_BLOCK && s->n >= KV_BLOCK && s->raw[i].n && s->raw[i].pages[0] >= 0)
+            kv_index_add(&s->raw[i], &g->raw[i], 0, s->keys[0], s->tokens);
+    }
+}
+
+/* Page k of the group's pool, if it is in the index. */
+static int32_t known_page(const struct sequence *s, const struct kv_pool *p, const int32_t *tokens, int64_t k)
+{
+    return kv_index_find(p, page_key(s, p, k), tokens + k * p->shape.page_size);
+}
+
+/* How many of tokens[0..n) the index has what it takes to go on after: in each group all pages up to there that the next
+ * row sees. The keys are made. */
+static int64_t known(const struct sequence *s, const int32_t *tokens, int64_t n)
+{
+    const struct engine *g = s->g;
+    int64_t page = g->o.page_size, best = 0, run[KV_GROUPS] = { 0 };   /* where the unbroken pages up to here start */
+    bool start[KV_GROUPS];
+    for (int i = 0; i < KV_GROUPS; i++)
+        start[i] = !g->raw[i].n_pages || (n >= KV_BLOCK && known_page(s, &g->raw[i], tokens, 0) >= 0);
+    for (int64_t k = 0; (k + 1) * page <= n; k++) {
+        bool enough = true;
+        for (int i = 0; i < KV_GROUPS; i++) {
+            int64_t first = kv_window_range((k + 1) * page, g->sinks[i], g->window[i]).first;
+            if (g->main[i].n_pages == 0) continue;
+            if (known_page(s, &g->main[i], tokens, k) < 0) {
+                run[i] = (k + 1) * page;
+                if (!g->window[i] || k * page < g->sinks[i]) return best;
+            }
+            enough = enough && run[i] <= first && (start[i] || (first >= KV_BLOCK && !g->sinks[i]));
+        }
+        if (enough) best = (k + 1) * page;
+    }
+    return best;
+}
+
+/* The sequence gets the index's pages of tokens[0..n), whose keys are made. */
+static void adopt(struct sequence *s, const int32_t *tokens, int64_t n)
+{
+    struct engine *g = s->g;
+    sequence_cut(s, 0);
+    s->hashed = n;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        int64_t page = g->main[i].shape.page_size, first = kv_window_range(n, g->sinks[i], g->window[i]).first;
+        for (int64_t k = 0; g->main[i].n_pages && k < n / page; k++)
+            if (k * page < g->sinks[i] || (k + 1) * page > first)
+                kv_table_adopt(&s->main[i], &g->main[i], known_page(s, &g->main[i], tokens, k));
+            else kv_table_skip(&s->main[i], &g->main[i], (k + 1) * page);
+        if (first > g->sinks[i]) s->dropped_main[i] = first / page * page;
+        int32_t raw = g->raw[i].n_pages ? known_page(s, &g->raw[i], tokens, 0) : -1;
+        if (raw >= 0) kv_table_adopt(&s->raw[i], &g->raw[i], raw);
+        kv_table_skip(&s->raw[i], &g->raw[i], n);
+        s->dropped_raw[i] = n;
+    }
+    memmove(s->tokens, tokens, sizeof *tokens * n);
+    s->n = n;
+}
+
+int64_t sequence_reuse(struct sequence *s, const int32_t *tokens, int64_t n)
+{
+    const struct engine *g = s->g;
+    int64_t same = 0;
+    while (g->o.cache && same < n && same < s->n && s->tokens[same] == tokens[same]) same++;
+    if (same == n && s->n == n && sequence_logits(s)) return n;
+    int64_t own = resumable(s, same == n ? n - 1 : same);
+    if (g->o.share && n - 1 - own >= g->o.page_size) {
+        if (s->hashed > same) s->hashed = same / KV_BLOCK * KV_BLOCK;
+        make_keys(s, tokens, n - 1);
+        int64_t found = known(s, tokens, n - 1);
+        s->hashed = s->hashed < same ? s->hashed : same / KV_BLOCK * KV_BLOCK;
+        if (found > own) return adopt(s, tokens, found), found;
+    }
+    return sequence_cut(s, own);
+}
+
 /* The last `wanted` rows of the pass just run are this sequence's; their logits end at place `last`. */
 static void has_logits(struct sequence *s, int last, int wanted)
 {
@@ -358,6 +531,17 @@ static void shrink(struct sequence *s)
     }
 }
 
+static bool no_page(const struct sequence *s, struct error *e)
+{
+    const struct kv_memory *m = &s->g->memory;
+    if (m->file_error)
+        return fail(e, GEN_RUN, "no KV page is left for token %lld: the file in %s cannot grow: %s", (long long)s->n,
+                    m->folder, strerror(m->file_error));
+    return fail(e, GEN_RUN, "no KV page is left for token %lld: %s", (long long)s->n, m->limit < SIZE_MAX ?
+                "raise --kv-memory, add --kv-offload or lower the number of sequences" :
+                "lower --ctx-size or the number of sequences");
+}
+
 /* Pages for n tokens more; nothing is changed when there are not enough. */
 static bool grow(struct sequence *s, int n, struct error *e)
 {
@@ -367,8 +551,7 @@ static bool grow(struct sequence *s, int n, struct error *e)
             kv_table_grow(&s->raw[i], &g->raw[i], s->n, s->n + n))
             continue;
         shrink(s);
-        return fail(e, GEN_RUN, "no KV page is left for token %lld: lower --ctx-size or the number of sequences",
-                    (long long)(s->n + n - 1));
+        return no_page(s, e);
     }
     return true;
 }
@@ -525,10 +708,37 @@ static bool run(struct engine *g, const struct work *w, int n, struct error *e)
         s->n += w[i].n;
         wanted += w[i].want;
         has_logits(s, wanted - 1, w[i].want);
+        index_pages(s, s->n - w[i].n);
         store_prompt(s);
         drop_unreachable(s);
     }
     return true;
+}
+
+static void set_parked(struct sequence *s, bool parked)
+{
+    for (int i = 0; i < KV_GROUPS; i++) s->main[i].parked = s->raw[i].parked = parked;
+}
+
+void sequence_park(struct sequence *s) { set_parked(s, true); }
+
+void sequence_prefetch(const struct sequence *s)
+{
+    for (int i = 0; i < KV_GROUPS; i++) {
+        kv_table_prefetch(&s->main[i], &s->g->main[i]);
+        kv_table_prefetch(&s->raw[i], &s->g->raw[i]);
+    }
+}
+
+/* Pages of the file come back into memory; the system reads ahead what stays there and is read in place. */
+static void bring_back(struct sequence *s)
+{
+    if (!s->g->memory.folder) return;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        kv_table_promote(&s->main[i], &s->g->main[i]);
+        kv_table_promote(&s->raw[i], &s->g->raw[i]);
+    }
+    sequence_prefetch(s);
 }
 
 bool engine_forward(struct engine *g, const struct work *w, int n, struct error *e)
@@ -540,13 +750,54 @@ bool engine_forward(struct engine *g, const struct work *w, int n, struct error 
                     rows, n, wanted, g->max_rows, g->o.max_sequences, LOGIT_ROWS);
     bool ok = true;
     for (int i = 0; i < n && ok; i++) ok = check_tokens(w[i].s, w[i].tokens, w[i].n, e);
+    for (int i = 0; i < n; i++) set_parked(w[i].s, false);
     for (; ok && grown < n; grown += ok) ok = grow(w[grown].s, w[grown].n, e);
+    for (int i = 0; i < n && ok; i++) bring_back(w[i].s);
     ok = ok && run(g, w, n, e);
     for (int i = 0; !ok && i < grown; i++) shrink(w[i].s);
     return ok;
 }
 
 int engine_rows(const struct engine *g) { return g->max_rows; }
+
+/* ---- room --------------------------------------------------------------------------------------------------------- */
+
+size_t engine_bytes_for(const struct engine *g, int64_t n)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        int64_t page = g->main[i].shape.page_size, most = g->main[i].n_fast / g->o.max_sequences, pages = (n + page - 1) / page;
+        int64_t raw = g->raw[i].n_pages ? (n + KV_BLOCK - 1) / KV_BLOCK : 0;
+        bytes += (size_t)(pages < most ? pages : most) * kv_page_bytes(&g->main[i].shape);
+        bytes += (size_t)(raw < 4 ? raw : 4) * kv_page_bytes(&g->raw[i].shape);
+    }
+    return bytes;
+}
+
+size_t sequence_bytes_to(const struct sequence *s, int64_t n)
+{
+    size_t has = engine_bytes_for(s->g, s->n), wants = engine_bytes_for(s->g, n);
+    return wants > has ? wants - has : 0;
+}
+
+struct kv_room engine_room(const struct engine *g)
+{
+    struct kv_room room = { 0, 0 };
+    size_t idle = 0;
+    for (int i = 0; i < g->memory.n_pools; i++) {
+        const struct kv_pool *p = g->memory.pools[i];
+        size_t bytes = kv_page_bytes(&p->shape);
+        room.fast += p->tier[KV_FAST].n_free * bytes;
+        room.slow += (p->tier[KV_SLOW].n_free + p->tier[KV_SLOW].n_idle) * bytes;
+        idle += p->tier[KV_FAST].n_idle * bytes;
+        for (const struct kv_table *t = p->tables; t && p->file >= 0; t = t->next)
+            for (int k = 0; t->parked && k < t->n; k++)
+                if (t->pages[k] >= 0 && t->pages[k] < p->n_fast && p->pages[t->pages[k]].refs == 1) idle += bytes;
+    }
+    if (room.fast > g->memory.limit - g->memory.used) room.fast = g->memory.limit - g->memory.used;
+    room.fast += idle;
+    return room;
+}
 
 /* Computes tokens[s->n..n) in chunks; `first`..n-1 want logits, handed to `each` where there is one. */
 static bool extend(struct sequence *s, const int32_t *tokens, int64_t n, int64_t first, score_row each, void *user,
@@ -578,14 +829,10 @@ bool sequence_sync(struct sequence *s, const int32_t *tokens, int64_t n, int64_t
                    struct error *e)
 {
     if (!fits(s->g, n, e)) return false;
-    int64_t same = 0;
-    if (s->g->o.cache)
-        while (same < n && same < s->n && s->tokens[same] == tokens[same]) same++;
-    bool ready = same == n && s->n == n && sequence_logits(s);
-    if (!ready) sequence_cut(s, same == n ? n - 1 : same);
-    if (!ready) sequence_begin(s, tokens, n);
+    int64_t same = sequence_reuse(s, tokens, n);
+    if (same < n) sequence_begin(s, tokens, n);
     if (reused) *reused = s->n;
-    return ready || extend(s, tokens, n, n - 1, NULL, NULL, stop, e);
+    return same == n || extend(s, tokens, n, n - 1, NULL, NULL, stop, e);
 }
 
 bool sequence_score(struct sequence *s, const int32_t *tokens, int64_t n, int64_t first, score_row each, void *user,
@@ -717,7 +964,7 @@ bool sequence_write_block(struct sequence *s, const int32_t tokens[KV_BLOCK], co
         bool part = parts >> i & 1, raw = part && has_raw(g, i, pos / KV_BLOCK);
         if ((part && !kv_table_grow(&s->main[i], &g->main[i], pos, pos + KV_BLOCK)) ||
             (raw && !kv_table_grow(&s->raw[i], &g->raw[i], pos, pos + KV_BLOCK)))
-            return shrink(s), fail(e, GEN_RUN, "no KV page is left for token %lld", (long long)pos);
+            return shrink(s), no_page(s, e);
     }
     for (int i = 0; i < KV_GROUPS; i++) {
         bool part = parts >> i & 1, raw = part && has_raw(g, i, pos / KV_BLOCK);
@@ -734,6 +981,7 @@ bool sequence_write_block(struct sequence *s, const int32_t tokens[KV_BLOCK], co
     memcpy(s->tokens + pos, tokens, sizeof *tokens * KV_BLOCK);
     s->n = pos + KV_BLOCK;
     s->forward = 0;
+    index_pages(s, pos);
     drop_unreachable(s);
     return true;
 }

@@ -17,6 +17,9 @@ struct engine_options {
     enum kv_type type_k, type_v;
     int window, sinks;                 /* keep the last `window` tokens and the first `sinks`; window 0 = keep all */
     bool cache;                        /* false: --no-kv-cache, everything is computed again at each step */
+    bool share;                        /* sequences find each other's full pages by their tokens (paged only) */
+    size_t kv_memory;                  /* bytes of pages in memory at most; 0 = what the context may need */
+    const char *kv_offload;            /* where pages go beyond kv_memory: a folder, or "host"; NULL = nowhere */
     void (*progress)(const char *what, double done);   /* load and prefill, 0..1; may be NULL */
     struct comm *comm;                 /* the ranks that hold the model's other parts; NULL = it is whole */
 };
@@ -38,16 +41,33 @@ const struct backend *engine_backend(const struct engine *g);
 bool engine_wait(struct comm *comm, struct engine_options *o);
 bool engine_serve(struct engine *g, struct error *e);
 
-struct kv_usage { size_t bytes_used, bytes_reserved, bytes_per_token; int pages; };
+struct kv_usage {
+    size_t bytes_used;                 /* of pages that sequences own; raw blocks of sealed types included */
+    size_t bytes_reserved;             /* of pages that may lie in memory at once */
+    size_t bytes_per_token;
+    int pages;                         /* owned */
+    size_t bytes_idle;                 /* of pages that are kept for whoever has the same text next */
+    size_t bytes_unfilled;             /* of bytes_used: places at the sequences' ends that hold no token yet */
+    size_t bytes_slow;                 /* of bytes_used: in the file of kv_offload */
+    uint64_t bytes_out, bytes_in;      /* moved to that file and back, so far */
+};
 struct kv_usage engine_kv_usage(const struct engine *g);
-/* What engine_open would reserve for these options, without reserving it. */
+/* True when the page pools are consistent: for tests. */
+bool engine_check(const struct engine *g);
+/* What engine_open would reserve for these options, without reserving it; whether that is more than kv_memory without
+ * kv_offload is not looked at. */
 bool engine_estimate(const struct model *m, const struct engine_options *o, struct kv_usage *out, struct error *e);
 
 bool sequence_open(struct sequence **out, struct engine *g, struct error *e);
 void sequence_close(struct sequence *s);
 
-/* Makes the cache hold exactly tokens[0..n): what it has in common with them is kept, the rest is dropped, the missing
- * rows are computed in chunks, and the logits of row n-1 are ready afterwards (that row is computed again if need be).
+/* Makes the cache hold the longest part of tokens[0..n) that needs no computing, from the sequence's own rows or from
+ * pages of the same text that others have computed; at most n - 1 tokens, unless the sequence holds all n and their
+ * logits. Returns how many. Worth asking again while another sequence computes the same text. */
+int64_t sequence_reuse(struct sequence *s, const int32_t *tokens, int64_t n);
+
+/* Makes the cache hold exactly tokens[0..n): what sequence_reuse finds is kept, the rest is dropped, the missing rows are
+ * computed in chunks, and the logits of row n-1 are ready afterwards (that row is computed again if need be).
  * *reused (may be NULL) = rows that were kept. n >= 1. Stopped early (*stop becomes non-zero, stop may be NULL): true,
  * but logits are NULL.
  * Errors: GEN_USAGE when n exceeds the context (both numbers), GEN_RUN. */
@@ -90,6 +110,20 @@ int64_t sequence_length(const struct sequence *s);
 /* Tokens that no new token sees any more, because of the window option. */
 int64_t sequence_evicted(const struct sequence *s);
 const int32_t *sequence_tokens(const struct sequence *s);
+
+/* ---- room: for a scheduler ---------------------------------------------------------------------------------------- */
+
+/* Bytes of pages that a sequence of n tokens needs when it shares none; and those that can be had without taking any from
+ * a sequence that is not parked: in memory, and in the file of kv_offload (as far as it grows). */
+size_t engine_bytes_for(const struct engine *g, int64_t n);
+struct kv_room { size_t fast, slow; };
+struct kv_room engine_room(const struct engine *g);
+/* Bytes that the sequence would need beyond what it has, to hold n tokens. */
+size_t sequence_bytes_to(const struct sequence *s, int64_t n);
+/* The sequence is not used for now: its pages are the first to leave memory. A forward pass with it ends this, and brings
+ * back what there is room for; sequence_prefetch, a step before, has the system read ahead. */
+void sequence_park(struct sequence *s);
+void sequence_prefetch(const struct sequence *s);
 
 /* ---- blocks: keys and values of KV_BLOCK tokens in all layers, whatever the layout and the page size; for a store --- */
 

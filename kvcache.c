@@ -1,40 +1,96 @@
 /* kvcache.c - the page pool: one reservation of address space, reference counts, each sequence's table of pages, and
  * what goes in and out of it: copies of pages, blocks. */
 #define _GNU_SOURCE
-#include "kvcache.h"
+#include "kvcache_pool.h"
 
 #include <nettle/sha2.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
-#include "base.h"
+/* ---- free pages -------------------------------------------------------------------------------------------------- */
 
-bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, struct error *e)
+void kv_free_push(struct kv_pool *p, int32_t page)
 {
-    *p = (struct kv_pool){ .shape = *shape, .n_pages = n_pages };
+    int tier = kv_tier_of(p, page);
+    size_t bytes = kv_page_bytes(&p->shape), unit = (size_t)sysconf(_SC_PAGESIZE);
+    p->pages[page].newer = p->tier[tier].free;
+    p->tier[tier].free = page;
+    p->tier[tier].n_free++;
+    if (tier == KV_SLOW) return;
+    p->memory->used -= bytes;
+    if (p->memory->limit == SIZE_MAX) return;
+    /* under a budget, what one pool does not use is another's */
+    size_t from = ((size_t)page * bytes + unit - 1) / unit * unit, to = (size_t)(page + 1) * bytes / unit * unit;
+    if (to > from) madvise(p->base + from, to - from, MADV_DONTNEED);
+}
+
+int32_t kv_free_pop(struct kv_pool *p, int tier)
+{
+    int32_t page = p->tier[tier].free;
+    if (page < 0) return -1;
+    p->tier[tier].free = p->pages[page].newer;
+    p->tier[tier].n_free--;
+    if (tier == KV_FAST) p->memory->used += kv_page_bytes(&p->shape);
+    return page;
+}
+
+static void give_back(struct kv_pool *p, int32_t *page)
+{
+    if (*page >= 0 && --p->pages[*page].refs == 0) (p->pages[*page].indexed ? kv_idle_add : kv_free_push)(p, *page);
+    *page = -1;
+}
+
+/* ---- the pool ---------------------------------------------------------------------------------------------------- */
+
+/* Puts the pages [first, end) on their list, the first on top. */
+static void all_free(struct kv_pool *p, int tier, int first, int end)
+{
+    p->tier[tier] = (struct kv_tier){ first < end ? first : -1, -1, -1, end - first, 0 };
+    for (int i = first; i < end; i++) p->pages[i].newer = i + 1 < end ? i + 1 : -1;
+}
+
+bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, struct kv_memory *memory,
+                  struct error *e)
+{
+    *p = (struct kv_pool){ .shape = *shape, .memory = memory, .file = -1 };
     if (n_pages == 0) return true;     /* the model has no layers of this group */
+    size_t page = kv_page_bytes(shape), unit = (size_t)sysconf(_SC_PAGESIZE);
     /* in floating point, since the size of one page alone may be more than a size_t holds */
-    if (kv_token_bytes(shape) * shape->page_size * n_pages > (double)PTRDIFF_MAX)
+    double most = kv_token_bytes(shape) * shape->page_size * n_pages * (memory->folder ? 2 : 1);
+    if (most > (double)PTRDIFF_MAX - 2 * (double)page || n_pages > INT32_MAX / 2 - 1)
         return fail(e, GEN_RUN, "the KV cache is too large to address: lower --ctx-size");
-    p->reserved = kv_page_bytes(shape) * (size_t)n_pages;
-    p->free = alloc_zeroed(n_pages, sizeof *p->free, "the list of free KV pages", e);
-    p->refs = alloc_zeroed(n_pages, sizeof *p->refs, "the KV pages' reference counts", e);
-    if (!p->free || !p->refs) return kv_pool_close(p), false;
+    size_t start = (page * (size_t)n_pages + unit - 1) / unit * unit;  /* the file's part starts at a page of the system */
+    int first_slow = memory->folder ? (int)((start + page - 1) / page) : n_pages;
+    p->n_fast = n_pages;
+    p->first_slow = first_slow;
+    p->n_pages = memory->folder ? first_slow + n_pages : n_pages;
+    p->reserved = page * (size_t)p->n_pages;
+    for (p->n_buckets = 1; p->n_buckets < n_pages; ) p->n_buckets *= 2;
+    p->pages = alloc_zeroed(p->n_pages, sizeof *p->pages, "the list of KV pages", e);
+    p->buckets = alloc_zeroed(p->n_buckets, sizeof *p->buckets, "the index of KV pages", e);
+    if (!p->pages || !p->buckets) return kv_pool_close(p), false;
+    p->tokens = reserve_bytes(sizeof *p->tokens * p->n_pages * shape->page_size, "the KV pages' tokens", e);
     p->base = reserve_bytes(p->reserved, "the KV cache: lower --ctx-size or choose smaller -ctk and -ctv types", e);
-    if (!p->base) return kv_pool_close(p), false;
-    madvise(p->base, p->reserved, MADV_HUGEPAGE);      /* tiles of one head lie a page apart */
-    for (int i = 0; i < n_pages; i++) p->free[i] = n_pages - 1 - i;    /* page 0 is handed out first */
-    p->n_free = n_pages;
+    if (!p->tokens || !p->base) return kv_pool_close(p), false;
+    madvise(p->base, page * n_pages, MADV_HUGEPAGE);   /* tiles of one head lie a page apart */
+    if (memory->folder && !kv_file_open(p, start, e)) return kv_pool_close(p), false;
+    memset(p->buckets, -1, sizeof *p->buckets * p->n_buckets);
+    all_free(p, KV_FAST, 0, n_pages);
+    all_free(p, KV_SLOW, first_slow, p->n_pages);
+    memory->pools[memory->n_pools++] = p;
     return true;
 }
 
 void kv_pool_close(struct kv_pool *p)
 {
     release_bytes(p->base, p->reserved);
-    free(p->free);
-    free(p->refs);
-    *p = (struct kv_pool){ 0 };
+    release_bytes(p->tokens, sizeof *p->tokens * p->n_pages * p->shape.page_size);
+    free(p->pages);
+    free(p->buckets);
+    if (p->n_pages && p->file >= 0) close(p->file);
+    *p = (struct kv_pool){ .file = -1 };
 }
 
 void kv_pool_sparse(const struct kv_pool *p)
@@ -47,19 +103,25 @@ static int pages_for(const struct kv_pool *p, int64_t tokens)
     return (int)((tokens + p->shape.page_size - 1) / p->shape.page_size);
 }
 
-bool kv_table_open(struct kv_table *t, const struct kv_pool *p, int64_t max_tokens, struct error *e)
+/* ---- tables ------------------------------------------------------------------------------------------------------ */
+
+bool kv_table_open(struct kv_table *t, struct kv_pool *p, int64_t max_tokens, struct error *e)
 {
     *t = (struct kv_table){ .cap = p->n_pages ? pages_for(p, max_tokens) : 0 };
     if (t->cap == 0) return true;
     t->pages = reserve_bytes(t->cap * sizeof *t->pages, "a page table", e);
-    return t->pages != NULL;
+    if (!t->pages) return false;
+    t->next = p->tables;
+    if (t->next) t->next->before = t;
+    p->tables = t;
+    return true;
 }
 
 /* The page that token `pos` lies in is covered, but gone or owned by others as well. */
 static bool not_own(const struct kv_table *t, const struct kv_pool *p, int64_t pos)
 {
     int64_t i = pos / p->shape.page_size;
-    return i < t->n && (t->pages[i] < 0 || p->refs[t->pages[i]] > 1);
+    return i < t->n && (t->pages[i] < 0 || p->pages[t->pages[i]].refs > 1);
 }
 
 /* Only the first page of a range can be so: those after it are new. */
@@ -70,31 +132,13 @@ int kv_table_needs(const struct kv_table *t, const struct kv_pool *p, int64_t fr
     return (more > 0 ? more : 0) + not_own(t, p, from);
 }
 
-static int32_t take(struct kv_pool *p)
-{
-    int32_t page = p->free[--p->n_free];
-    p->refs[page] = 1;
-    return page;
-}
-
-static void give_back(struct kv_pool *p, int32_t *page)
-{
-    if (*page >= 0 && --p->refs[*page] == 0) p->free[p->n_free++] = *page;
-    *page = -1;
-}
-
-static unsigned char *page_at(const struct kv_pool *p, int32_t page)
-{
-    return p->base + (size_t)page * kv_page_bytes(&p->shape);
-}
-
 void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tokens)
 {
     const struct kv_shape *s = &p->shape;
     size_t tiles = s->page_size / KV_BLOCK, used = (size_t)(tokens + KV_BLOCK - 1) / KV_BLOCK;
     size_t plane[2] = { kv_k_tile_bytes(s), kv_v_tile_bytes(s) };
-    unsigned char *dst = page_at(p, to);
-    const unsigned char *src = page_at(p, from);
+    unsigned char *dst = kv_page_at(p, to);
+    const unsigned char *src = kv_page_at(p, from);
     for (int i = 0; i < 2 * s->n_layer; i++)
         for (int h = 0; h < s->n_kv; h++) {
             memcpy(dst, src, used * plane[i % 2]);
@@ -106,24 +150,30 @@ void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tok
 
 bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to)
 {
-    if (p->n_pages == 0) return true;
-    int want = pages_for(p, to);
-    if (want > t->cap || kv_table_needs(t, p, from, to) > p->n_free) return false;
+    if (p->n_pages == 0 || to <= from) return true;
+    int want = pages_for(p, to), had = t->n, first = (int)(from / p->shape.page_size);
+    if (want > t->cap) return false;
     if (not_own(t, p, from)) {
-        int32_t *page = &t->pages[from / p->shape.page_size], own = take(p);
-        if (*page >= 0) kv_pool_copy(p, own, *page, from % p->shape.page_size);
-        give_back(p, page);
-        *page = own;
+        int32_t own = kv_page_take(p);
+        if (own < 0) return false;
+        if (t->pages[first] >= 0) kv_pool_copy(p, own, t->pages[first], from % p->shape.page_size);
+        give_back(p, &t->pages[first]);
+        t->pages[first] = own;
+    } else if (first < t->n && p->pages[t->pages[first]].indexed) kv_index_forget(p, t->pages[first]);
+    while (t->n < want) {
+        int32_t page = kv_page_take(p);
+        if (page < 0) break;
+        t->pages[t->n++] = page;
     }
-    while (t->n < want) t->pages[t->n++] = take(p);
-    return true;
+    if (t->n < want) kv_table_cut(t, p, (int64_t)had * p->shape.page_size);
+    return t->n >= want;
 }
 
 void kv_table_share(struct kv_table *t, const struct kv_table *from, struct kv_pool *p)
 {
     for (t->n = 0; t->n < from->n; t->n++) {
         t->pages[t->n] = from->pages[t->n];
-        if (t->pages[t->n] >= 0) p->refs[t->pages[t->n]]++;
+        if (t->pages[t->n] >= 0) p->pages[t->pages[t->n]].refs++;
     }
 }
 
@@ -158,9 +208,15 @@ bool kv_table_holds(const struct kv_table *t, const struct kv_pool *p, int64_t f
 void kv_table_close(struct kv_table *t, struct kv_pool *p)
 {
     kv_table_cut(t, p, 0);
+    if (t->pages) {
+        *(t->before ? &t->before->next : &p->tables) = t->next;
+        if (t->next) t->next->before = t->before;
+    }
     release_bytes(t->pages, t->cap * sizeof *t->pages);
     *t = (struct kv_table){ 0 };
 }
+
+/* ---- blocks ------------------------------------------------------------------------------------------------------ */
 
 /* Calls copy(tile in the cache, place in `flat`, bytes) for each tile of the block, in the order of kv_block_read. */
 static void each_tile(const struct kv_table *t, const struct kv_pool *p, int64_t pos, unsigned char *flat,
@@ -203,25 +259,54 @@ void kv_block_key(const uint8_t before[KV_KEY], const int32_t tokens[KV_BLOCK], 
     sha256_digest(&c, KV_KEY, key);
 }
 
-bool kv_pool_check(const struct kv_pool *p, const struct kv_table *const *tables, int n_tables)
+/* ---- the invariants ---------------------------------------------------------------------------------------------- */
+
+enum { OWNED = 1, FREE, IDLE };
+
+/* Walks a tier's two lists; each page is on one of them, once, and has no owner. */
+static bool check_lists(const struct kv_pool *p, int tier, uint8_t *state)
 {
-    int32_t *seen = calloc((size_t)p->n_pages + 1, sizeof *seen);
-    if (!seen) return false;
-    bool ok = true;
-    for (int i = 0; i < n_tables; i++)
-        for (int k = 0; k < tables[i]->n; k++) {
-            int32_t page = tables[i]->pages[k];
-            if (page >= p->n_pages) ok = false;
-            else if (page >= 0) seen[page]++;
-        }
-    for (int i = 0; i < p->n_pages; i++) ok = ok && seen[i] == p->refs[i];
-    for (int i = 0; i < p->n_free && ok; i++) {
-        ok = p->free[i] >= 0 && p->free[i] < p->n_pages && seen[p->free[i]] == 0;
-        if (ok) seen[p->free[i]] = -1; /* a page on the list twice is found by this mark */
+    const struct kv_tier *t = &p->tier[tier];
+    int n = 0;
+    for (int32_t i = t->free; i >= 0; i = p->pages[i].newer, n++) {
+        if (i >= p->n_pages || kv_tier_of(p, i) != tier || state[i] || p->pages[i].indexed) return false;
+        state[i] = FREE;
     }
-    int unused = 0;
-    for (int i = 0; i < p->n_pages; i++) unused += p->refs[i] == 0;
-    ok = ok && unused == p->n_free;
-    free(seen);
-    return ok;
+    if (n != t->n_free) return false;
+    n = 0;
+    for (int32_t i = t->oldest, before = -1; i >= 0; before = i, i = p->pages[i].newer, n++) {
+        if (i >= p->n_pages || kv_tier_of(p, i) != tier || state[i] || !p->pages[i].indexed ||
+            p->pages[i].older != before || (p->pages[i].newer < 0 && t->newest != i))
+            return false;
+        state[i] = IDLE;
+    }
+    return n == t->n_idle && (n > 0 || t->newest < 0);
+}
+
+bool kv_pool_check(const struct kv_pool *p)
+{
+    int32_t *owners = calloc((size_t)p->n_pages + 1, sizeof *owners);
+    uint8_t *state = calloc((size_t)p->n_pages + 1, 1);
+    bool ok = owners && state;
+    int indexed = 0, found = 0;
+    for (const struct kv_table *t = p->tables; t && ok; t = t->next)
+        for (int k = 0; k < t->n && ok; k++) {
+            int32_t page = t->pages[k];
+            ok = page < p->n_pages && (page < p->n_fast || page >= p->first_slow);
+            if (ok && page >= 0) owners[page]++, state[page] = OWNED;
+        }
+    ok = ok && check_lists(p, KV_FAST, state) && check_lists(p, KV_SLOW, state);
+    for (int i = 0; i < p->n_pages && ok; i++) {
+        bool gap = i >= p->n_fast && i < p->first_slow;
+        ok = gap ? !state[i] : state[i] && owners[i] == (state[i] == OWNED ? p->pages[i].refs : 0);
+        indexed += p->pages[i].indexed;
+    }
+    for (int b = 0; b < p->n_buckets && ok; b++)
+        for (int32_t i = p->buckets[b]; i >= 0 && ok; i = p->pages[i].chain) {
+            const int32_t *tokens = p->tokens + (size_t)i * p->shape.page_size;
+            ok = p->pages[i].indexed && kv_index_find(p, p->pages[i].key, tokens) == i && ++found <= indexed;
+        }
+    free(owners);
+    free(state);
+    return ok && found == indexed;
 }

@@ -159,24 +159,62 @@ KV_INLINE struct kv_range kv_window_range(int64_t pos, int sinks, int window)
     return (struct kv_range){ first < sinks ? sinks : first, pos, pos };
 }
 
-/* ---- the page pool (kvcache.c) ---------------------------------------------------------------------------------- */
+/* ---- the page pool: pages and tables (kvcache.c), the index (kvcache_index.c), tiers (kvcache_tier.c) --------------- */
 
 struct error;
 
-/* Pages of one kind: one reservation of address space, touched only when used. */
+enum { KV_KEY = 32 };                  /* bytes of a block's key */
+
+/* A page is free; or owned by `refs` tables; or idle: nobody's any more, but still found by its key. */
+struct kv_page {
+    int32_t refs;
+    int32_t older, newer;              /* idle: neighbours in the order of last use; free: newer = the next free one */
+    int32_t chain;                     /* indexed: the next page of the same bucket; -1 = none */
+    bool indexed;
+    uint8_t key[KV_KEY];               /* indexed: key of its last block */
+};
+
+/* Pages in memory, and pages in a file. */
+enum { KV_FAST, KV_SLOW, KV_TIERS };
+struct kv_tier { int32_t free, oldest, newest; int n_free, n_idle; };  /* heads of the lists of free and idle pages */
+
+/* Pages of one kind: one reservation of address space, touched only when used. Ids below n_fast lie in memory; those
+ * from first_slow on in a mapped file that has no name, whose space is allocated as it is needed, so that a full disk is
+ * no signal. Kernels see one base. */
 struct kv_pool {
     struct kv_shape shape;
+    struct kv_memory *memory;
     unsigned char *base;
     size_t reserved;                   /* bytes of address space */
-    int n_pages, n_free;
-    int32_t *free;                     /* stack of free page ids */
-    int32_t *refs;                     /* [n_pages] owners of each page */
+    int n_pages;                       /* ids lie below; 0 = the model has no layers of this group */
+    int n_fast, first_slow;            /* first_slow = n_pages where there is no file */
+    struct kv_tier tier[KV_TIERS];
+    struct kv_page *pages;             /* [n_pages] */
+    int32_t *tokens;                   /* [n_pages][page_size] of indexed pages */
+    int32_t *buckets;                  /* [n_buckets, a power of two] the index: heads of chains */
+    int n_buckets;
+    struct kv_table *tables;           /* all that are open */
+    int file;                          /* descriptor, -1 = none */
+    size_t file_bytes;                 /* allocated of it */
     /* Called after kv_pool_copy, for memory elsewhere that holds the same pages; NULL = there is none. */
     void (*copied)(void *user, const struct kv_pool *p, int32_t to, int32_t from, int64_t tokens);
     void *copied_user;
 };
 
-bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, struct error *e);
+/* What pools share: the budget for pages in memory, and where pages go beyond it. */
+struct kv_memory {
+    size_t limit, used;                /* bytes of fast pages that are not free */
+    const char *folder;                /* of the file; NULL = pages have no other place */
+    struct kv_pool *pools[4];
+    int n_pools;
+    uint64_t bytes_out, bytes_in;      /* moved to the file, and back */
+    int file_error;                    /* errno of the last allocation in the file that failed */
+};
+
+/* n_pages of them fit in memory at once, and as many again in the file. The pool is to stay where it is, as are
+ * `memory` and the tables. Errors: GEN_USAGE for the folder, GEN_RUN. */
+bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, struct kv_memory *memory,
+                  struct error *e);
 void kv_pool_close(struct kv_pool *p);
 /* Says that only some of the pages will be touched: memory comes in small pieces then. */
 void kv_pool_sparse(const struct kv_pool *p);
@@ -187,18 +225,20 @@ void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tok
 struct kv_table {
     int32_t *pages;                    /* [cap]; -1 where a page was given back */
     int n, cap;                        /* pages covered; most it may cover */
+    bool parked;                       /* not in use now: its pages are the first to go to the file */
+    struct kv_table *next, *before;    /* in the pool's list */
 };
 /* The table never covers more than `max_tokens`, so that a token loop does not allocate. */
-bool kv_table_open(struct kv_table *t, const struct kv_pool *p, int64_t max_tokens, struct error *e);
+bool kv_table_open(struct kv_table *t, struct kv_pool *p, int64_t max_tokens, struct error *e);
 /* Makes the places of tokens [from, to) writable: covers them, and gives the table a page of its own where the first one
  * has others as owners (its tokens before `from` are copied) or is gone. False when the pool has not enough pages left
- * (nothing changed then). */
+ * (no other page is covered then). */
 bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to);
 /* Pages that kv_table_grow would take from the pool. */
 int kv_table_needs(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to);
 /* The empty table `t` gets all pages of `from`, which both own then. */
 void kv_table_share(struct kv_table *t, const struct kv_table *from, struct kv_pool *p);
-/* Gives back the pages past `tokens` tokens. */
+/* Gives back the pages past `tokens` tokens, the last first. */
 void kv_table_cut(struct kv_table *t, struct kv_pool *p, int64_t tokens);
 /* Gives back the pages that hold only tokens of [from, to). */
 void kv_table_drop(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to);
@@ -216,10 +256,25 @@ void kv_block_write(const struct kv_table *t, const struct kv_pool *p, int64_t p
 
 /* Key of a block: SHA-256 over the key of the block before it (of the first: a key that stands for all else that the
  * block's numbers depend on) and its tokens. */
-enum { KV_KEY = 32 };
 void kv_block_key(const uint8_t before[KV_KEY], const int32_t tokens[KV_BLOCK], uint8_t key[KV_KEY]);
 
-/* True when reference counts, free list and tables agree: the invariant checker of the tests. */
-bool kv_pool_check(const struct kv_pool *p, const struct kv_table *const *tables, int n_tables);
+/* The index finds full pages by the key of their last block and by their tokens. A page stays in it after its last owner
+ * has gone, until pages are wanted: the one that has been idle for longest goes first. */
+/* Page with this key and these tokens [page_size], or -1. */
+int32_t kv_index_find(const struct kv_pool *p, const uint8_t key[KV_KEY], const int32_t *tokens);
+/* Puts page i of the table, which is full, into the index. Where an equal page is there already, the table takes that
+ * one and gives its own back. */
+void kv_index_add(struct kv_table *t, struct kv_pool *p, int i, const uint8_t key[KV_KEY], const int32_t *tokens);
+/* Covers one page more with a page that kv_index_find gave. */
+void kv_table_adopt(struct kv_table *t, struct kv_pool *p, int32_t page);
+
+/* Brings the table's pages from the file into memory, as far as idle pages and parked tables make room; `t` is not
+ * parked. */
+void kv_table_promote(struct kv_table *t, struct kv_pool *p);
+/* Has the system read the table's pages in the file ahead. */
+void kv_table_prefetch(const struct kv_table *t, const struct kv_pool *p);
+
+/* True when reference counts, lists, index and tables agree: the invariant checker of the tests. */
+bool kv_pool_check(const struct kv_pool *p);
 
 #endif

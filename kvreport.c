@@ -88,7 +88,13 @@ static void list_lines(struct report *r, const struct engine_options *eo)
         l->kv_heads = r->o->model.kv_heads;
         append_name(l, " (as given)", 0, 0);
     }
-    for (int i = 0; i < r->n_lines; i++) r->lines[i].eo.progress = NULL;
+    for (int i = 0; i < r->n_lines; i++) {
+        struct engine_options *o = &r->lines[i].eo;
+        o->progress = NULL;
+        o->share = false;              /* what is measured is computed */
+        o->kv_memory = 0;
+        o->kv_offload = NULL;
+    }
 }
 
 /* ---- measuring --------------------------------------------------------------------------------------------------- */

@@ -170,6 +170,11 @@ const struct option_row option_table[] = {
       "end; 0 = off." },
     { GROUP_CACHE, "sinks", 0, "N", "4", OPT_INT, 0, 1 << 20, AT(sinks), 0, 0,
       "With --window: also keep the first N tokens, which models lean on." },
+    { GROUP_CACHE, "kv-offload", 0, "DIR", NULL, OPT_TEXT, 0, 0, AT(kv_offload), 0, 0,
+      "Where the cache goes beyond --kv-memory, at the price of speed: a file without a name in the folder DIR; host = in "
+      "/var/tmp. The results are the same." },
+    { GROUP_CACHE, "no-share", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_share), 0, 0,
+      "Compute each text for itself, instead of taking over what others have computed of its beginning." },
     { GROUP_CACHE, "no-kv-cache", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_kv_cache), 0, 0,
       "Compute the whole text again for each token: the slow baseline, with the same results." },
     { GROUP_CACHE, "prompt-cache", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(prompt_cache), 0, ANSWERS,
@@ -730,6 +735,12 @@ static bool consistent(const struct options *o, struct error *e)
         return fail(e, GEN_USAGE, "--page-size does nothing with --kv-layout contiguous");
     if (o->page_size % 32)
         return fail(e, GEN_USAGE, "--page-size %d is not possible: it takes a multiple of 32", o->page_size);
+    if (o->kv_offload && !o->kv_memory)
+        return fail(e, GEN_USAGE, "--kv-offload does nothing without --kv-memory SIZE");
+    if (o->kv_offload && o->tensor_parallel > 1)
+        return fail(e, GEN_USAGE, "--kv-offload and --tensor-parallel exclude each other: the ranks' memories add up");
+    if (o->kv_offload && o->layout == choice("paged|contiguous", "contiguous"))
+        return fail(e, GEN_USAGE, "--kv-offload moves pages, which --kv-layout contiguous has not: use paged");
     if (o->quiet && o->verbose) return fail(e, GEN_USAGE, "--quiet and --verbose exclude each other");
     if (o->inspect && o->model)
         return fail(e, GEN_USAGE, "--inspect %s and --model %s: name the file once", o->inspect, o->model);

@@ -94,10 +94,11 @@ struct options {
     int layout, page_size, type_k, type_v, window, sinks;      /* a type CACHE_AUTO is still to be chosen */
     int kv_heads;                      /* as model_options.kv_heads */
     int64_t kv_memory;                 /* most bytes of the cache; 0 = what memory allows */
-    bool no_kv_cache;
     const char *prompt_cache, *prefix_cache;
     bool prompt_cache_ro, prompt_cache_all;
     int64_t prefix_cache_size;
+    const char *kv_offload;
+    bool no_kv_cache, no_share;
     /* output */
     bool json, quiet, verbose;
     int logprobs, color;

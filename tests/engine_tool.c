@@ -1,4 +1,4 @@
-/* engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS WINDOW SINKS - several sequences of one engine go through random operations (sync to a
+/* engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS WINDOW SINKS SHARE KIB - several sequences of one engine go through random operations (sync to a
  * changed text, extend, cut, one step together, prefill and decode in one pass, fork, blocks out of one sequence into another); after each, the logits must be the bits that a second engine computes from nothing.
  * The token loop must not allocate. Prints the number of comparisons. */
 #include <stdio.h>
@@ -35,6 +35,7 @@ void *aligned_alloc(size_t align, size_t n) { check(); return __libc_memalign(al
 enum { SEQUENCES = 3, CTX = 300 };
 
 static uint64_t state;
+static bool share;
 static int rnd(int n)
 {
     state = state * 6364136223846793005u + 1442695040888963407u;
@@ -49,6 +50,7 @@ static void must(bool ok, const struct error *e)
 }
 
 static int checks;
+static int64_t tokens_reused;
 
 /* The logits of s after position `pos` are those of its tokens computed from nothing. */
 static void compare(struct engine *plain, const struct sequence *s, int64_t pos, const char *what, int step)
@@ -150,6 +152,21 @@ static void step_fork(struct engine *plain, struct sequence **s, int step)
     step_extend(plain, s[to], step);
 }
 
+/* A sequence that begins anew with another one's text, or with part of it, finds that one's pages. */
+static void step_reuse(struct engine *plain, struct sequence **s, int step)
+{
+    struct error e;
+    int from = rnd(SEQUENCES), to = (from + 1 + rnd(SEQUENCES - 1)) % SEQUENCES;
+    int64_t n = sequence_length(s[from]), reused;
+    int32_t text[CTX];
+    if (n == 0) return;
+    if (rnd(2)) n = 1 + rnd((int)n);
+    memcpy(text, sequence_tokens(s[from]), sizeof *text * n);
+    must(sequence_sync(s[to], text, n, &reused, NULL, &e), &e);
+    tokens_reused += reused;
+    compare(plain, s[to], n - 1, "reuse", step);
+}
+
 /* The whole blocks of one sequence are written into another, of this engine or of one with other pages. */
 static void step_blocks(struct engine *g, struct engine *plain, struct sequence **s, int step)
 {
@@ -170,7 +187,7 @@ static void step_blocks(struct engine *g, struct engine *plain, struct sequence 
         free(block);
     }
     must(sequence_sync(s[to], text, n * KV_BLOCK + 1, &reused, NULL, &e), &e);
-    if (reused != (needed ? n * KV_BLOCK : 0)) {
+    if (needed ? reused != n * KV_BLOCK : reused > 0 && !share) {
         fprintf(stderr, "engine_tool: step %d: %lld of %lld tokens in blocks were used\n", step, (long long)reused,
                 (long long)n * KV_BLOCK);
         exit(1);
@@ -186,7 +203,7 @@ int main(int argc, char **argv)
     struct engine *g, *plain;
     struct sequence *s[SEQUENCES];
     char note[200];
-    if (argc != 11) return fprintf(stderr, "usage: engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS WINDOW SINKS\n"), 2;
+    if (argc != 13) return fprintf(stderr, "usage: engine_tool MODEL SEED STEPS LAYOUT PAGE TYPE CHUNK THREADS WINDOW SINKS SHARE KIB\n"), 2;
     state = strtoull(argv[2], NULL, 10);
     static const char *const types[KV_TYPES] = { "f32", "f16", "bf16", "fp8", "int8", "int4" };
     enum kv_type type = KV_F16;
@@ -194,27 +211,35 @@ int main(int argc, char **argv)
         if (!strcmp(argv[6], types[i])) type = (enum kv_type)i;
     struct engine_options o = { .ctx = CTX, .batch = atoi(argv[7]), .threads = atoi(argv[8]), .max_sequences = SEQUENCES,
                                 .layout = strcmp(argv[4], "paged") ? KV_CONTIGUOUS : KV_PAGED, .page_size = atoi(argv[5]),
-                                .type_k = type, .type_v = type, .window = atoi(argv[9]), .sinks = atoi(argv[10]), .cache = true };
+                                .type_k = type, .type_v = type, .window = atoi(argv[9]), .sinks = atoi(argv[10]), .cache = true,
+                                .share = atoi(argv[11]), .kv_memory = (size_t)atoi(argv[12]) << 10, .kv_offload = atoi(argv[12]) ? "." : NULL };
+    share = o.share;
     struct engine_options po = o;
-    po.batch = 0, po.threads = po.max_sequences = 1, po.page_size = 3 * KV_BLOCK;
+    po.share = false, po.kv_memory = 0, po.kv_offload = NULL, po.batch = 0, po.threads = po.max_sequences = 1, po.page_size = 3 * KV_BLOCK;
     if (!po.window) po.layout = KV_CONTIGUOUS;
     must(gguf_open(&file, argv[1], true, &e) && model_open(&m, file, &(struct model_options){ 0 }, note, &e), &e);
     must(engine_open(&g, m, &o, &e) && engine_open(&plain, m, &po, &e), &e);
     for (int i = 0; i < SEQUENCES; i++) must(sequence_open(&s[i], g, &e), &e);
-    for (int step = 0; step < atoi(argv[3]); step++)
-        switch (rnd(8)) {
+    for (int step = 0; step < atoi(argv[3]); step++) {
+        switch (rnd(9)) {
         case 0: case 1: step_sync(plain, s[rnd(SEQUENCES)], step); break;
         case 2: case 3: step_extend(plain, s[rnd(SEQUENCES)], step); break;
         case 4: step_fork(plain, s, step); break;
         case 5: step_blocks(g, plain, s, step); break;
         case 6: step_mixed(g, plain, s, step); break;
+        case 7: step_reuse(plain, s, step); break;
         default: step_together(g, plain, s, step);
         }
+        sequence_park(s[rnd(SEQUENCES)]);
+        if (!engine_check(g)) return fprintf(stderr, "engine_tool: step %d left the pages inconsistent\n", step), 1;
+    }
+    struct kv_usage kv = engine_kv_usage(g);
     for (int i = 0; i < SEQUENCES; i++) sequence_close(s[i]);
-    if (engine_kv_usage(g).pages) return fprintf(stderr, "engine_tool: pages were lost\n"), 1;
+    if (engine_kv_usage(g).pages || !engine_check(g)) return fprintf(stderr, "engine_tool: pages were lost\n"), 1;
     engine_close(g);
     engine_close(plain);
     model_close(m);
-    printf("%d comparisons\n", checks);
+    printf("%d comparisons, %lld tokens reused, %llu bytes out, %llu in\n", checks, (long long)tokens_reused,
+           (unsigned long long)kv.bytes_out, (unsigned long long)kv.bytes_in);
     return 0;
 }

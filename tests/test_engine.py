@@ -1,5 +1,6 @@
 """Random operations on sequences give the bits of a fresh computation (law 1), and the token loop does not allocate (law 5)."""
 import itertools
+import re
 
 import pytest
 
@@ -18,7 +19,7 @@ def test_random_operations(tool, mkfix, seed, model):
     for i, kind in enumerate(["f32", "f16", "bf16", "fp8", "int8", "int4"]):
         layout, page = next(itertools.islice(layouts, seed, None))
         chunk, threads = next(chunks), 1 + i % 3
-        r = tool("engine", path, *map(str, (seed * 10 + i, 60, layout, page, kind, chunk, threads, 0, 0)))
+        r = tool("engine", path, *map(str, (seed * 10 + i, 60, layout, page, kind, chunk, threads, 0, 0, int(i % 4 != 3), 0)))
         assert r.rc == 0, r.err
         assert int(r.text.split()[0]) > 60
 
@@ -27,6 +28,18 @@ def test_random_operations(tool, mkfix, seed, model):
 def test_random_operations_with_a_window(tool, mkfix, window, sinks):
     for i, (model, kind) in enumerate([("llama", "f16"), ("gemma3", "int8"), ("qwen2", "int4")]):
         r = tool("engine", mkfix("rand", *MODELS[model]),
-                 *map(str, (i, 60, "paged", 32 + 32 * (i % 2), kind, [7, 512, 40][i], 1 + i, window, sinks)))
+                 *map(str, (i, 60, "paged", 32 + 32 * (i % 2), kind, [7, 512, 40][i], 1 + i, window, sinks, 1, 0)))
         assert r.rc == 0, r.err
         assert int(r.text.split()[0]) > 60
+
+
+@pytest.mark.parametrize("kib", [1, 40, 100])
+def test_random_operations_with_a_budget(tool, mkfix, kib, tmp_path):
+    """Pages go to a file and come back, at any time and in any number: the bits stay."""
+    for i, (model, kind) in enumerate([("llama", "f16"), ("gemma3", "int8"), ("qwen2", "int4")]):
+        words = [i, 60, "paged", 32 + 32 * (i % 2), kind, [7, 512, 40][i], 1 + i, 0, 0, 1, kib]
+        r = tool("engine", mkfix("rand", *MODELS[model]), *map(str, words), cwd=tmp_path)
+        assert r.rc == 0, r.err
+        checks, reused, out, back = map(int, re.findall(r"\d+", r.text))
+        assert checks > 60 and reused > 100 and (kib == 1 or (out > 10000 and (back > 0 or kib > 40)))
+    assert list(tmp_path.iterdir()) == []

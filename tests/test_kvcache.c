@@ -1,4 +1,6 @@
-/* The page pool against a naive shadow: random grow, cut, close and open of tables, the invariant checker after each step. */
+/* The page pool, the index and the tiers against a naive shadow: random operations, the invariant checker after each.
+ *
+ *   test_kvcache [OPERATIONS [SEED]] */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -62,45 +64,227 @@ static void test_visible(void **unused)
             }
 }
 
-enum { TABLES = 5, PAGES = 23, MOST = 10 * 64 };
-
-static void test_random(void **unused)
+/* The formula: 2 * layers * KV heads * head size * tokens * bytes; the types' shares of f16. */
+static void test_bytes(void **unused)
 {
     (void)unused;
-    struct error e;
+    struct kv_shape big = { 80, 8, 128, 128, KV_F16, KV_F16, 32 };
+    assert_true((double)kv_page_bytes(&big) * (4096 / 32) == 1.25 * (1 << 30));
+    big.n_kv = 64;
+    assert_true((double)kv_page_bytes(&big) * (4096 / 32) == 10.0 * (1 << 30));
+    assert_true(kv_token_bytes(&big) * 32 == (double)kv_page_bytes(&big));
+    struct kv_shape f16 = { 1, 1, 128, 128, KV_F16, KV_F16, 32 }, less = f16;
+    less.type_k = less.type_v = KV_INT8;
+    assert_true(kv_token_bytes(&less) <= 0.56 * kv_token_bytes(&f16));
+    less.type_k = less.type_v = KV_INT4;
+    assert_true(kv_token_bytes(&less) <= 0.30 * kv_token_bytes(&f16));
+}
+
+/* Sequences of mixed lengths come and go in any order: no page is lost, and little of the pages is empty. */
+static void test_waste(void **unused)
+{
+    (void)unused;
+    enum { SEQUENCES = 64, LONGEST = 1500, ALL = SEQUENCES * (LONGEST / 32 + 1) };
+    struct kv_shape small = { 1, 1, 8, 8, KV_F16, KV_F16, 32 };
+    struct kv_memory memory = { .limit = SIZE_MAX };
     struct kv_pool pool;
-    struct kv_table tables[TABLES];
-    const struct kv_table *all[TABLES];
-    int64_t tokens[TABLES] = { 0 };
-    assert_true(kv_pool_open(&pool, &shape, PAGES, &e));
-    for (int i = 0; i < TABLES; i++) {
-        assert_true(kv_table_open(&tables[i], &pool, MOST, &e));
-        all[i] = &tables[i];
+    struct kv_table tables[SEQUENCES];
+    struct error e;
+    int64_t tokens[SEQUENCES] = { 0 }, held = 0, places = 0;
+    assert_true(kv_pool_open(&pool, &small, ALL, &memory, &e));
+    for (int i = 0; i < SEQUENCES; i++) assert_true(kv_table_open(&tables[i], &pool, LONGEST, &e));
+    for (int step = 0; step < 2000; step++) {
+        int i = rnd(SEQUENCES);
+        kv_table_cut(&tables[i], &pool, 0);
+        tokens[i] = 100 + rnd(LONGEST - 100);
+        assert_true(kv_table_grow(&tables[i], &pool, 0, tokens[i]));
+        for (int k = 0; k < SEQUENCES; k++) held += tokens[k], places += (int64_t)tables[k].n * 32;
     }
-    for (int step = 0; step < 200000; step++) {
-        int i = rnd(TABLES), used = 0;
-        for (int k = 0; k < TABLES; k++) used += (int)((tokens[k] + 63) / 64);
-        if (rnd(2)) {
-            int64_t want = tokens[i] + rnd(150);
-            int more = (int)((want + 63) / 64 - (tokens[i] + 63) / 64);
-            bool fits = want <= MOST && more <= PAGES - used;
-            assert_true(kv_table_grow(&tables[i], &pool, tokens[i], want) == fits);
-            if (fits) tokens[i] = want;
-        } else if (rnd(10)) {
-            tokens[i] = rnd((int)tokens[i] + 1);
-            kv_table_cut(&tables[i], &pool, tokens[i]);
-        } else {
-            kv_table_close(&tables[i], &pool);
-            assert_true(kv_table_open(&tables[i], &pool, MOST, &e));
-            tokens[i] = 0;
-        }
-        assert_int_equal(tables[i].n, (tokens[i] + 63) / 64);
-        if (!kv_pool_check(&pool, all, TABLES)) fail_msg("invariant broken at step %d", step);
-    }
-    for (int i = 0; i < TABLES; i++) kv_table_close(&tables[i], &pool);
-    assert_int_equal(pool.n_free, PAGES);
+    assert_true(kv_pool_check(&pool));
+    assert_true((double)held > 0.96 * (double)places);
+    for (int i = 0; i < SEQUENCES; i++) kv_table_close(&tables[i], &pool);
+    assert_int_equal(pool.tier[KV_FAST].n_free, ALL);
     kv_pool_close(&pool);
 }
+
+enum { POOLS = 2, TABLES = 5, PAGES = 23, MOST = 10 * 64 };
+static int operations = 60000;
+
+/* What a table should hold: its tokens, each of which writes its own value, and what of it is gone. */
+struct shadow { int32_t token[MOST]; bool gone[MOST]; int64_t n; };
+static struct kv_pool pool[POOLS];
+static struct kv_table table[POOLS][TABLES];
+static struct shadow shadow[POOLS][TABLES];
+
+static float *place(int p, int t, int64_t pos)
+{
+    struct kv_slots v = { &pool[p].shape, pool[p].base, table[p][t].pages };
+    return (float *)kv_v_tile(&v, 0, 0, pos) + pos % KV_BLOCK;
+}
+
+static void same_as_shadow(int p, int t)
+{
+    const struct shadow *x = &shadow[p][t];
+    int page = pool[p].shape.page_size;
+    assert_int_equal(table[p][t].n, (x->n + page - 1) / page);
+    for (int64_t i = 0; i < x->n; i++)
+        if (!x->gone[i]) {
+            assert_true(table[p][t].pages[i / page] >= 0);
+            assert_true(*place(p, t, i) == (float)x->token[i]);
+        }
+}
+
+static void keys_of(const int32_t *tokens, int64_t n, uint8_t (*keys)[KV_KEY])
+{
+    static const uint8_t root[KV_KEY];
+    for (int64_t b = 0; b < n / KV_BLOCK; b++) kv_block_key(b ? keys[b - 1] : root, tokens + b * KV_BLOCK, keys[b]);
+}
+
+static void op_append(int p, int t)
+{
+    struct shadow *x = &shadow[p][t];
+    int64_t n = x->n + 1 + rnd(100);
+    if (n > MOST || (x->n && x->gone[x->n - 1])) return;
+    if (!kv_table_grow(&table[p][t], &pool[p], x->n, n)) return;
+    for (; x->n < n; x->n++) {         /* few different texts, so that beginnings are often the same */
+        x->token[x->n] = (int32_t)(x->n / KV_BLOCK * 2 + (rnd(200) == 0));
+        x->gone[x->n] = false;
+        *place(p, t, x->n) = (float)x->token[x->n];
+    }
+}
+
+static void op_cut(int p, int t)
+{
+    struct shadow *x = &shadow[p][t];
+    x->n = rnd((int)x->n + 1);
+    while (x->n && x->gone[x->n - 1]) x->n--;
+    kv_table_cut(&table[p][t], &pool[p], x->n);
+}
+
+static void op_drop(int p, int t)
+{
+    struct shadow *x = &shadow[p][t];
+    int64_t page = pool[p].shape.page_size, from = rnd(40), to = x->n < page ? 0 : rnd((int)(x->n - page) + 1);
+    kv_table_drop(&table[p][t], &pool[p], from, to);
+    for (int64_t k = (from + page - 1) / page; k < to / page; k++)
+        for (int64_t i = k * page; i < (k + 1) * page; i++) x->gone[i] = true;
+}
+
+static void op_fork(int p, int t)
+{
+    int from = (t + 1 + rnd(TABLES - 1)) % TABLES;
+    kv_table_cut(&table[p][t], &pool[p], 0);
+    kv_table_share(&table[p][t], &table[p][from], &pool[p]);
+    shadow[p][t] = shadow[p][from];
+}
+
+static void op_index(int p, int t)
+{
+    const struct shadow *x = &shadow[p][t];
+    uint8_t keys[MOST / KV_BLOCK][KV_KEY];
+    int page = pool[p].shape.page_size;
+    keys_of(x->token, x->n, keys);
+    for (int k = 0; k < x->n / page; k++)
+        if (table[p][t].pages[k] >= 0)
+            kv_index_add(&table[p][t], &pool[p], k, keys[(k + 1) * (page / KV_BLOCK) - 1], x->token + k * page);
+}
+
+/* A table begins with what the index has of another's text. */
+static void op_adopt(int p, int t)
+{
+    const struct shadow *from = &shadow[p][(t + 1 + rnd(TABLES - 1)) % TABLES];
+    struct shadow *x = &shadow[p][t];
+    uint8_t keys[MOST / KV_BLOCK][KV_KEY];
+    int page = pool[p].shape.page_size;
+    int32_t text[MOST];
+    int64_t n = from->n;
+    memcpy(text, from->token, sizeof text);
+    if (n && rnd(3) == 0) text[rnd((int)n)]++;
+    keys_of(text, n, keys);
+    kv_table_cut(&table[p][t], &pool[p], 0);
+    for (x->n = 0; x->n + page <= n; x->n += page) {
+        int32_t found = kv_index_find(&pool[p], keys[(x->n + page) / KV_BLOCK - 1], text + x->n);
+        if (found < 0) break;
+        kv_table_adopt(&table[p][t], &pool[p], found);
+    }
+    memcpy(x->token, text, sizeof text);
+    memset(x->gone, 0, sizeof x->gone);
+}
+
+/* A block of another table, maybe of the other pool's shape, is put at the end. */
+static void op_block(int p, int t)
+{
+    int q = rnd(POOLS), from = rnd(TABLES);
+    struct shadow *x = &shadow[p][t];
+    const struct shadow *y = &shadow[q][from];
+    unsigned char block[4096];
+    assert_true(kv_block_bytes(&pool[q].shape) <= sizeof block &&
+                kv_block_bytes(&pool[q].shape) == kv_block_bytes(&pool[p].shape));
+    if (y->n < KV_BLOCK || x->n % KV_BLOCK || x->n + KV_BLOCK > MOST || (x->n && x->gone[x->n - 1])) return;
+    int64_t pos = rnd((int)(y->n / KV_BLOCK)) * KV_BLOCK;
+    if (y->gone[pos]) return;
+    kv_block_read(&table[q][from], &pool[q], pos, block);
+    int32_t tokens[KV_BLOCK];
+    memcpy(tokens, y->token + pos, sizeof tokens);
+    if (!kv_table_grow(&table[p][t], &pool[p], x->n, x->n + KV_BLOCK)) return;
+    kv_block_write(&table[p][t], &pool[p], x->n, block);
+    memcpy(x->token + x->n, tokens, sizeof tokens);
+    memset(x->gone + x->n, 0, KV_BLOCK);
+    x->n += KV_BLOCK;
+}
+
+static void op_park(int p, int t)
+{
+    table[p][t].parked = rnd(2);
+    if (table[p][t].parked) return;
+    kv_table_prefetch(&table[p][t], &pool[p]);
+    kv_table_promote(&table[p][t], &pool[p]);
+}
+
+static void op_reopen(int p, int t)
+{
+    struct error e;
+    kv_table_close(&table[p][t], &pool[p]);
+    assert_true(kv_table_open(&table[p][t], &pool[p], MOST, &e));
+    shadow[p][t].n = 0;
+}
+
+static void random_operations(size_t limit, const char *folder)
+{
+    static void (*const all[])(int p, int t) = { op_append, op_append, op_append, op_append, op_cut, op_drop, op_fork,
+                                                 op_index, op_index, op_adopt, op_block, op_park, op_reopen };
+    struct error e;
+    struct kv_memory memory = { .limit = limit, .folder = folder };
+    uint64_t seed = state;
+    for (int p = 0; p < POOLS; p++) {
+        struct kv_shape shapes[POOLS] = { { 1, 1, 8, 8, KV_F16, KV_F32, 32 }, { 1, 1, 8, 8, KV_F16, KV_F32, 64 } };
+        assert_true(kv_pool_open(&pool[p], &shapes[p], PAGES, &memory, &e));
+        for (int t = 0; t < TABLES; t++) {
+            assert_true(kv_table_open(&table[p][t], &pool[p], MOST, &e));
+            shadow[p][t].n = 0;
+        }
+    }
+    for (int step = 0; step < operations; step++) {
+        int p = rnd(POOLS), t = rnd(TABLES);
+        all[rnd(sizeof all / sizeof *all)](p, t);
+        for (int i = 0; i < POOLS; i++)
+            if (!kv_pool_check(&pool[i])) fail_msg("invariant broken at step %d of seed %llu", step, (unsigned long long)seed);
+        assert_true(memory.used <= memory.limit);
+        same_as_shadow(p, t);
+        same_as_shadow(rnd(POOLS), rnd(TABLES));
+    }
+    if (folder) assert_true(memory.bytes_out > 0 && memory.bytes_in > 0);
+    for (int p = 0; p < POOLS; p++) {
+        for (int t = 0; t < TABLES; t++) kv_table_close(&table[p][t], &pool[p]);
+        for (int k = 0; k < KV_TIERS; k++)
+            assert_int_equal(pool[p].tier[k].n_free + pool[p].tier[k].n_idle, k == KV_FAST || folder ? PAGES : 0);
+    }
+    for (int p = 0; p < POOLS; p++) kv_pool_close(&pool[p]);
+}
+
+static void test_random(void **unused) { (void)unused; random_operations(SIZE_MAX, NULL); }
+static void test_random_budget(void **unused) { (void)unused; random_operations(40000, NULL); }
+static void test_random_tiers(void **unused) { (void)unused; random_operations(20000, "."); }
 
 /* The checker itself must notice a lost page, a page on the free list twice and a wrong count. */
 static void test_checker(void **unused)
@@ -109,28 +293,37 @@ static void test_checker(void **unused)
     struct error e;
     struct kv_pool pool;
     struct kv_table t;
-    const struct kv_table *all[] = { &t };
-    assert_true(kv_pool_open(&pool, &shape, PAGES, &e) && kv_table_open(&t, &pool, MOST, &e) &&
+    struct kv_memory memory = { .limit = SIZE_MAX };
+    assert_true(kv_pool_open(&pool, &shape, PAGES, &memory, &e) && kv_table_open(&t, &pool, MOST, &e) &&
                 kv_table_grow(&t, &pool, 0, 100));
-    assert_true(kv_pool_check(&pool, all, 1));
-    pool.refs[t.pages[0]]++;
-    assert_false(kv_pool_check(&pool, all, 1));
-    pool.refs[t.pages[0]]--;
-    pool.n_free--;
-    assert_false(kv_pool_check(&pool, all, 1));
-    pool.n_free++;
-    int32_t page = pool.free[0];
-    pool.free[0] = pool.free[1];
-    assert_false(kv_pool_check(&pool, all, 1));
-    pool.free[0] = page;
-    assert_true(kv_pool_check(&pool, all, 1));
+    assert_true(kv_pool_check(&pool));
+    pool.pages[t.pages[0]].refs++;
+    assert_false(kv_pool_check(&pool));
+    pool.pages[t.pages[0]].refs--;
+    struct kv_tier *fast = &pool.tier[KV_FAST];
+    int32_t lost = fast->free;
+    fast->free = pool.pages[lost].newer;
+    assert_false(kv_pool_check(&pool));
+    fast->n_free--;
+    assert_false(kv_pool_check(&pool));
+    fast->n_free++;
+    fast->free = lost;
+    assert_true(kv_pool_check(&pool));
+    pool.pages[t.pages[0]].indexed = true;
+    assert_false(kv_pool_check(&pool));
+    pool.pages[t.pages[0]].indexed = false;
+    assert_true(kv_pool_check(&pool));
     kv_table_close(&t, &pool);
     kv_pool_close(&pool);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    if (argc > 1) operations = atoi(argv[1]);
+    if (argc > 2) state = strtoull(argv[2], NULL, 10);
     const struct CMUnitTest tests[] = { cmocka_unit_test(test_addresses), cmocka_unit_test(test_visible),
-                                        cmocka_unit_test(test_random), cmocka_unit_test(test_checker) };
+                                        cmocka_unit_test(test_bytes), cmocka_unit_test(test_waste),
+                                        cmocka_unit_test(test_random), cmocka_unit_test(test_random_budget),
+                                        cmocka_unit_test(test_random_tiers), cmocka_unit_test(test_checker) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
