@@ -175,7 +175,12 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
         if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i], &g->memory, e) ||
             !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], &g->memory, e))
             goto bad;
-    for (int i = 0; i < KV_GROUPS && m->by_token; i++) kv_pool_sparse(&g->main[i]);
+    for (int i = 0; i < KV_GROUPS; i++) {
+        if (m->by_token) kv_pool_sparse(&g->main[i]);
+        /* without a budget, finished sequences keep as much as one may hold, so that memory does not grow with their
+         * number */
+        if (!o->kv_memory) g->main[i].most_idle /= o->max_sequences;
+    }
     g->rows = alloc_zeroed(g->max_rows, sizeof *g->rows, "the batch", e);
     g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
     g->step = alloc_zeroed(o->max_sequences, sizeof *g->step, "the batch's parts", e);

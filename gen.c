@@ -661,13 +661,20 @@ static void print_summary(const struct program *p)
     const struct result *r = &p->result;
     struct kv_usage kv = engine_kv_usage(p->engine);
     size_t generated = p->tokens.len - p->n_prompt;
-    char a[32], b[32];
+    char a[32], b[32], c[32];
     int64_t length = sequence_length(p->sequence), read = length < (int64_t)p->n_prompt ? length : (int64_t)p->n_prompt;
     double prefill = (double)(read - r->cached_tokens) / (r->prefill_s > 0 ? r->prefill_s : 1e-9);
     double speed = (double)p->steps / (r->decode_s > 0 ? r->decode_s : 1e-9);
     note(p, "prompt %lld tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, KV cache %s of %s",
          (long long)read, (long long)r->cached_tokens, prefill, generated, speed, human_bytes((double)kv.bytes_used, a),
          human_bytes((double)kv.bytes_reserved, b));
+    if (p->o.verbose && kv.bytes_used)
+        note(p, "%d pages, %.1f %% of their bytes without a token yet", kv.pages,
+             100 * (double)kv.bytes_unfilled / (double)kv.bytes_used);
+    if (kv.bytes_out)
+        note(p, "%s of the cache lie in the file of --kv-offload; moved there %s, back %s",
+             human_bytes((double)kv.bytes_slow, c), human_bytes((double)kv.bytes_out, a),
+             human_bytes((double)kv.bytes_in, b));
 }
 
 /* A chat that goes on; its own signals end it. */

@@ -63,7 +63,7 @@ bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, 
         return fail(e, GEN_RUN, "the KV cache is too large to address: lower --ctx-size");
     size_t start = (page * (size_t)n_pages + unit - 1) / unit * unit;  /* the file's part starts at a page of the system */
     int first_slow = memory->folder ? (int)((start + page - 1) / page) : n_pages;
-    p->n_fast = n_pages;
+    p->n_fast = p->most_idle = n_pages;
     p->first_slow = first_slow;
     p->n_pages = memory->folder ? first_slow + n_pages : n_pages;
     p->reserved = page * (size_t)p->n_pages;

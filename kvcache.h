@@ -189,6 +189,7 @@ struct kv_pool {
     int n_pages;                       /* ids lie below; 0 = the model has no layers of this group */
     int n_fast, first_slow;            /* first_slow = n_pages where there is no file */
     struct kv_tier tier[KV_TIERS];
+    int most_idle;                     /* idle pages kept in memory when pages are taken; n_pages at first */
     struct kv_page *pages;             /* [n_pages] */
     int32_t *tokens;                   /* [n_pages][page_size] of indexed pages */
     int32_t *buckets;                  /* [n_buckets, a power of two] the index: heads of chains */

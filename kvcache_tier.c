@@ -135,6 +135,7 @@ static bool make_room(struct kv_pool *p, enum cold most)
 
 int32_t kv_page_take(struct kv_pool *p)
 {
+    while (p->tier[KV_FAST].n_idle > p->most_idle) kv_index_forget(p, p->tier[KV_FAST].oldest);
     int32_t page = make_room(p, RUNNING) ? kv_free_pop(p, KV_FAST) : p->file >= 0 ? take_slow(p) : -1;
     if (page >= 0) p->pages[page] = (struct kv_page){ .refs = 1 };
     return page;

@@ -43,3 +43,9 @@ def test_random_operations_with_a_budget(tool, mkfix, kib, tmp_path):
         checks, reused, out, back = map(int, re.findall(r"\d+", r.text))
         assert checks > 60 and reused > 100 and (kib == 1 or (out > 10000 and (back > 0 or kib > 40)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_allocation_fails_once(tool, mkfix, tmp_path):
+    r = tool("fault", mkfix("rand"), tmp_path)
+    assert r.rc == 0, r.err
+    assert int(r.text.split()[0]) > 50 and list(tmp_path.iterdir()) == []

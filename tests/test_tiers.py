@@ -37,6 +37,6 @@ def test_a_file_that_cannot_grow(model, tmp_path):
 
 def test_refused(gen, model, tmp_path):
     gen.refused("-m", model, "-p", "a", "--kv-offload", "host", rc=2, says="--kv-memory")
-    gen.refused("-m", model, "-p", "a", "--kv-memory", "1M", "--kv-offload", tmp_path / "none", rc=2, says="none")
+    gen.refused("-m", model, "-s", "1", "-p", "a", "--kv-memory", "1M", "--kv-offload", tmp_path / "none", rc=2, says="none")
     gen.refused("-m", model, "-p", "a", "--kv-memory", "1M", "--kv-offload", tmp_path, "--kv-layout", "contiguous", rc=2,
                 says="contiguous")
