@@ -499,6 +499,7 @@ static bool join(struct scheduler *b, struct task *t, struct error *e)
     if (!(best ? sequence_fork(&t->sequence, best->sequence, e) : sequence_open(&t->sequence, b->o.engine, e)))
         return false;
     if (best) sequence_cut(t->sequence, most);
+    sequence_reuse(t->sequence, t->tokens.data, (int64_t)t->tokens.len);       /* of lines that are gone */
     sequence_begin(t->sequence, t->tokens.data, (int64_t)t->tokens.len);
     t->shared = sequence_length(t->sequence);
     if (t->computed < t->shared) t->computed = t->shared;
