@@ -16,12 +16,19 @@ static long count = -1;                /* allocations until the one that fails; 
 static bool broken;                    /* something else is wrong */
 static bool due(void) { return count > 0 && --count == 0; }
 
+#if defined __has_feature
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1         /* as gcc says it */
+#endif
+#endif
+#if !defined __SANITIZE_ADDRESS__      /* which has an allocator of its own: only mappings fail then */
 extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t),
             *__libc_memalign(size_t, size_t);
 void *malloc(size_t n) { return due() ? NULL : __libc_malloc(n); }
 void *calloc(size_t n, size_t size) { return due() ? NULL : __libc_calloc(n, size); }
 void *realloc(void *p, size_t n) { return due() ? NULL : __libc_realloc(p, n); }
 void *aligned_alloc(size_t align, size_t n) { return due() ? NULL : __libc_memalign(align, n); }
+#endif
 void *mmap(void *at, size_t n, int prot, int flags, int file, off_t offset)
 {
     if (due()) return errno = ENOMEM, MAP_FAILED;
