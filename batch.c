@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 enum {
-    SHARE_FROM = KV_BLOCK,             /* tokens alike from which on a text is shared */
+    WORTH_WAITING = KV_BLOCK,          /* tokens that others compute, from which on a text waits for them */
     FEW_ROWS = 16,                     /* of prompts in a step beside others' tokens, at least */
     MOST_BEHIND = 1024,                /* answers that may wait for the one whose turn it is to be written */
     WAIT_MS = 200                      /* that a signal is noticed after, while no line comes */
@@ -26,6 +26,7 @@ enum {
 /* A step with rows of prompts may take this many times as long as one in which all answers under way are written: the
  * longest gap between two tokens is to stay below 3 steps, on a machine that has other work now and then. */
 static const double STRETCH = 1.5;
+static const double FILE_RATE = 1e9;   /* bytes a second that pages are taken to be written and read with */
 
 enum state { WAITING, RUNNING, AWAY, DONE };      /* AWAY: another rank answers it */
 
@@ -41,6 +42,8 @@ struct task {
     /* from when it first runs until it is done */
     bool begun;
     struct sequence *sequence;         /* NULL: not yet, or its pages were given up */
+    bool joined;                       /* it has what others have computed of its text */
+    bool parked, fetched;              /* its pages may be in the file; the system has been told to read them */
     struct ids tokens;                 /* prompt, then answer */
     struct answer answer;
     struct sampler *sampler;
@@ -110,17 +113,23 @@ static void cost_add(struct cost *c, double rows, double s)
     c->rows_s = c->rows_s * fade + rows * s;
 }
 
+/* Seconds that a row of a forward pass takes more; 0 = not known yet. */
+static double row_seconds(const struct cost *c)
+{
+    double spread = c->n * c->rows2 - c->rows * c->rows;
+    return c->n >= 3 && spread > 0 ? fmax((c->n * c->rows_s - c->rows * c->s) / spread, 0) : 0;
+}
+
 /* Rows of prompts that may join `writing` rows of answers. */
 static int prompt_rows(const struct scheduler *b, int writing)
 {
     const struct cost *c = &b->cost;
     int most = engine_rows(b->o.engine) - writing;
-    double spread = c->n * c->rows2 - c->rows * c->rows;
+    double row = row_seconds(c), rows = 0;
     if (!writing) return most;
-    double rows = 0;
-    if (c->n >= 3 && spread > 0) {
-        double row = (c->n * c->rows_s - c->rows * c->s) / spread, base = (c->s - row * c->rows) / c->n;
-        rows = row > 0 ? (STRETCH * (fmax(base, 0) + row * b->n_slots) - fmax(base, 0)) / row - writing : most;
+    if (row > 0) {
+        double base = fmax((c->s - row * c->rows) / c->n, 0);
+        rows = (STRETCH * (base + row * b->n_slots) - base) / row - writing;
     }
     if (rows < FEW_ROWS) rows = FEW_ROWS;
     return rows < most ? (int)rows : most;
@@ -484,26 +493,78 @@ static int64_t alike(const struct task *t, const struct task *other)
     return i;
 }
 
-/* Gives a task its sequence: a fork of the one that has the longest beginning in common, once that one has computed it;
- * until then the task waits. */
+/* Gives a task its sequence with all that is known of its text: pages that the engine finds, or a fork of the sequence
+ * that has the longest beginning in common. While that one is still to compute much of it, the task waits. */
 static bool join(struct scheduler *b, struct task *t, struct error *e)
 {
+    struct sequence *fork;
     struct task *best = NULL;
-    int64_t most = SHARE_FROM - 1;
-    for (int i = 0; i < b->n_slots; i++) {
-        struct task *other = b->slots[i];
-        int64_t n = other->sequence ? alike(t, other) : 0;
-        if (n > most) best = other, most = n;
+    if (!t->sequence && !sequence_open(&t->sequence, b->o.engine, e)) return false;
+    int64_t most = sequence_reuse(t->sequence, t->tokens.data, (int64_t)t->tokens.len), reused = most;
+    for (int i = 0; i < b->n_slots && !b->o.context->options->no_share; i++) {
+        int64_t n = b->slots[i]->joined ? alike(t, b->slots[i]) : 0;
+        if (n > most) best = b->slots[i], most = n;
     }
-    if (best && sequence_length(best->sequence) < most) return true;
-    if (!(best ? sequence_fork(&t->sequence, best->sequence, e) : sequence_open(&t->sequence, b->o.engine, e)))
-        return false;
-    if (best) sequence_cut(t->sequence, most);
-    sequence_reuse(t->sequence, t->tokens.data, (int64_t)t->tokens.len);       /* of lines that are gone */
+    bool ready = best && sequence_length(best->sequence) >= most;
+    if (best && !ready && most >= reused + WORTH_WAITING) return true;
+    if (ready) {
+        if (!sequence_fork(&fork, best->sequence, e)) return false;
+        sequence_close(t->sequence);
+        t->sequence = fork;
+        sequence_cut(fork, most);
+    }
     sequence_begin(t->sequence, t->tokens.data, (int64_t)t->tokens.len);
-    t->shared = sequence_length(t->sequence);
-    if (t->computed < t->shared) t->computed = t->shared;
+    reused = sequence_length(t->sequence);
+    t->joined = true;
+    if (!t->computed) t->shared = reused;
+    if (t->computed < reused) t->computed = reused;
     return true;
+}
+
+/* Takes the pages of the youngest task, which goes on later: they stay in the file where there is one and reading them
+ * again is cheaper than computing them. */
+static void give_up_youngest(struct scheduler *b)
+{
+    struct task *t = b->slots[--b->n_slots];
+    double length = (double)sequence_length(t->sequence);
+    double bytes = length * (double)b->status->kv.bytes_per_token;
+    t->parked = b->o.context->options->kv_offload && t->joined && length * row_seconds(&b->cost) > 2 * bytes / FILE_RATE;
+    if (t->parked) {
+        sequence_park(t->sequence);
+    } else {
+        sequence_close(t->sequence);
+        t->sequence = NULL;
+        t->joined = false;
+    }
+    t->fetched = false;
+    t->last = 0;
+    t->state = WAITING;
+    b->status->waiting++;
+    b->status->given_up++;
+}
+
+/* Bytes of pages that the running tasks will take until all their prompts are read and each has one page more. */
+static size_t promised(const struct scheduler *b)
+{
+    size_t bytes = 0, page = engine_bytes_for(b->o.engine, 1);
+    for (int i = 0; i < b->n_slots; i++) {
+        const struct task *t = b->slots[i];
+        int64_t n = (int64_t)t->tokens.len;
+        bytes += page + (t->sequence ? sequence_bytes_to(t->sequence, n) : engine_bytes_for(b->o.engine, n));
+    }
+    return bytes;
+}
+
+/* Is there memory for one task more? What it shares with a running one takes none. */
+static bool fits(const struct scheduler *b, const struct task *t)
+{
+    int64_t shared = 0;
+    for (int i = 0; i < b->n_slots && !b->o.context->options->no_share; i++) {
+        int64_t n = alike(t, b->slots[i]);
+        if (n > shared) shared = n;
+    }
+    size_t bytes = engine_bytes_for(b->o.engine, (int64_t)t->tokens.len) - engine_bytes_for(b->o.engine, shared);
+    return !b->n_slots || promised(b) + bytes <= engine_room(b->o.engine).fast;
 }
 
 /* Takes waiting tasks into the free slots, in the order of their lines. */
@@ -512,29 +573,36 @@ static bool admit(struct scheduler *b, struct error *e)
     struct error why;
     for (struct task *t = b->first; t && b->status->waiting && b->n_slots < b->o.parallel; t = t->next) {
         if (t->state != WAITING || (*b->o.stop && !t->begun)) continue;
-        b->status->waiting--;
         if (!t->begun && !begin(b, t, &why)) {
+            b->status->waiting--;
             if (!finish(b, t, NULL, &why, e)) return false;
             continue;
         }
+        if (!fits(b, t)) break;
+        b->status->waiting--;
+        if (t->parked) sequence_prefetch(t->sequence);
+        t->fetched = t->parked;
+        t->parked = false;
         t->state = RUNNING;
         b->slots[b->n_slots++] = t;
     }
     for (int i = 0; i < b->n_slots; i++)
-        if (!b->slots[i]->sequence && !join(b, b->slots[i], e)) return false;
+        if (!b->slots[i]->joined && !join(b, b->slots[i], e)) return false;
     b->status->running = b->n_slots;
     return true;
 }
 
-static int64_t owed(const struct task *t)
+/* Rows that the sequence is behind its tokens; a task whose pages are being read sits out one step, if there are others. */
+static int64_t owed(const struct scheduler *b, const struct task *t)
 {
-    return t->sequence ? (int64_t)t->tokens.len - sequence_length(t->sequence) : 0;
+    bool waits = !t->joined || (t->fetched && b->n_slots > 1);
+    return waits ? 0 : (int64_t)t->tokens.len - sequence_length(t->sequence);
 }
 
 static void add_work(struct scheduler *b, struct task *t, int rows)
 {
     const int32_t *tokens = t->tokens.data + sequence_length(t->sequence);
-    b->work[b->n_work] = (struct work){ t->sequence, tokens, rows, rows == owed(t) };
+    b->work[b->n_work] = (struct work){ t->sequence, tokens, rows, rows == (int64_t)t->tokens.len - sequence_length(t->sequence) };
     b->owner[b->n_work++] = t;
 }
 
@@ -544,10 +612,10 @@ static int compose(struct scheduler *b)
     int rows = 0;
     b->n_work = 0;
     for (int i = 0; i < b->n_slots; i++)
-        if (owed(b->slots[i]) == 1) add_work(b, b->slots[i], 1);
+        if (owed(b, b->slots[i]) == 1) add_work(b, b->slots[i], 1);
     int left = prompt_rows(b, b->n_work);
     for (int i = 0; i < b->n_slots && left > rows; i++) {
-        int64_t n = owed(b->slots[i]);
+        int64_t n = owed(b, b->slots[i]);
         if (n <= 1) continue;
         add_work(b, b->slots[i], n < left - rows ? (int)n : left - rows);
         rows += b->work[b->n_work - 1].n;
@@ -571,7 +639,7 @@ static bool advance(struct scheduler *b, struct task *t, double now, struct erro
     bool ok = answer_step(&t->answer, &t->tokens, logits, &why);
     b->status->generated += (int64_t)(t->answer.index - before);
     if (!t->first) t->first = now;
-    else if (now - t->last > b->status->longest_gap) b->status->longest_gap = now - t->last;
+    if (t->last && now - t->last > b->status->longest_gap) b->status->longest_gap = now - t->last;
     t->last = now;
     if (ok && !t->answer.done) return true;
     leave(b, t);
@@ -593,11 +661,30 @@ static void count(struct scheduler *b)
     }
 }
 
+/* Does the pass find all its pages in memory? */
+static bool has_room(const struct scheduler *b)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < b->n_work; i++)
+        bytes += sequence_bytes_to(b->work[i].s, sequence_length(b->work[i].s) + b->work[i].n);
+    return bytes <= engine_room(b->o.engine).fast;
+}
+
 static bool step(struct scheduler *b, struct error *e)
 {
     int prompts = compose(b);
+    while (b->n_slots > 1 && !has_room(b)) {
+        give_up_youngest(b);
+        prompts = compose(b);
+    }
+    for (int i = 0; i < b->n_slots; i++) b->slots[i]->fetched = false;
+    if (!b->n_work) return true;
     double start = now_seconds();
-    if (!engine_forward(b->o.engine, b->work, b->n_work, e)) return false;
+    if (!engine_forward(b->o.engine, b->work, b->n_work, e)) {
+        if (b->n_slots == 1) return false;
+        give_up_youngest(b);           /* copies of shared pages took what was left */
+        return true;
+    }
     count(b);
     double now = now_seconds();
     int n = b->n_work;
@@ -611,16 +698,13 @@ static bool step(struct scheduler *b, struct error *e)
 static void measure(struct scheduler *b)
 {
     struct batch_status *s = b->status;
-    const struct options *o = b->o.context->options;
-    int64_t page = o->layout == KV_PAGED ? o->page_size : engine_ctx(b->o.engine), places = 0, held = 0;
-    for (int i = 0; i < b->n_slots; i++) {
-        int64_t n = b->slots[i]->sequence ? sequence_length(b->slots[i]->sequence) : 0;
-        places += (n + page - 1) / page * page;
-        held += n;
-    }
-    if (places) b->waste_sum += 1 - (double)held / (double)places, b->n_steps++;
-    s->waste = b->n_steps ? b->waste_sum / (double)b->n_steps : 0;
+    size_t whole = 0;
+    for (int i = 0; i < b->n_slots; i++)
+        if (b->slots[i]->joined) whole += engine_bytes_for(b->o.engine, sequence_length(b->slots[i]->sequence));
     s->kv = engine_kv_usage(b->o.engine);
+    if (whole > s->kv.bytes_used && whole - s->kv.bytes_used > s->shared) s->shared = whole - s->kv.bytes_used;
+    if (s->kv.bytes_used) b->waste_sum += (double)s->kv.bytes_unfilled / (double)s->kv.bytes_used, b->n_steps++;
+    s->waste = b->n_steps ? b->waste_sum / (double)b->n_steps : 0;
     if (s->kv.pages > s->most_pages) s->most_pages = s->kv.pages;
     s->seconds = now_seconds() - b->begun;
     s->median_step = histogram_median(&b->steps);
@@ -714,6 +798,9 @@ static bool describe_json(struct bytes *out, const struct batch_status *s, bool 
         "completion_tokens", (json_int_t)s->generated, "tokens_per_s", ms(rate(s)) / 1e3,
         "given_up", (json_int_t)s->given_up, "longest_gap_ms", ms(s->longest_gap),
         "median_step_ms", ms(s->median_step), "pages", s->kv.pages, "most_pages", s->most_pages, "waste", s->waste);
+    if (object) json_object_update_new(object, json_pack("{s:I, s:I, s:I}", "bytes_shared", (json_int_t)s->shared,
+                                                         "bytes_out", (json_int_t)s->kv.bytes_out,
+                                                         "bytes_in", (json_int_t)s->kv.bytes_in));
     if (object && time_left(s) >= 0) json_object_set_new(object, "seconds_left", json_real(ms(time_left(s)) / 1e3));
     return json_line(out, object, e);
 }
@@ -731,12 +818,14 @@ bool batch_describe(struct bytes *out, const struct batch_status *s, bool json, 
         if (left >= 0) ok = ok && bytes_printf(out, ", %lld:%02d left", (long long)left / 60, (int)left % 60);
     } else {
         ok = ok && bytes_printf(out, ": prompts %lld tokens, %lld of them computed; generated %lld tokens in %.1f s; "
-                                "longest gap %.1f ms, median step %.1f ms; %d pages at most, %.0f %% of their places "
-                                "unused", (long long)s->prompt_tokens, (long long)s->prefilled,
+                                "longest gap %.1f ms, median step %.1f ms; %d pages at most, %.1f MB shared, %.0f %% of "
+                                "their places unused", (long long)s->prompt_tokens, (long long)s->prefilled,
                                 (long long)s->generated, s->seconds, s->longest_gap * 1e3, s->median_step * 1e3,
-                                s->most_pages, s->waste * 100);
-        if (s->given_up) ok = ok && bytes_printf(out, "; pages given up %lld times, %lld rows computed again",
-                                                 (long long)s->given_up, (long long)s->repeated);
+                                s->most_pages, (double)s->shared / 1e6, s->waste * 100);
+        if (s->given_up) ok = ok && bytes_printf(out, "; %lld times a sequence gave its pages up, %lld rows computed "
+                                                 "again", (long long)s->given_up, (long long)s->repeated);
+        if (s->kv.bytes_out) ok = ok && bytes_printf(out, "; %.1f MB written to the file, %.1f MB read",
+                                                     (double)s->kv.bytes_out / 1e6, (double)s->kv.bytes_in / 1e6);
     }
     return ok || fail(e, GEN_RUN, "cannot allocate memory for the progress line");
 }

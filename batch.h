@@ -23,6 +23,7 @@ struct batch_status {
     double longest_gap, median_step;   /* seconds between two tokens of a sequence, and of all steps */
     struct kv_usage kv;
     int most_pages;                    /* in use at once */
+    size_t shared;                     /* bytes of pages that sharing saved, at most at once */
     double waste;                      /* share of the places in used pages that hold no token, mean over the steps */
 };
 

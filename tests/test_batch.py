@@ -35,7 +35,7 @@ def jsonl(lines):
 def answers(r):
     """The output's lines; each is whole."""
     assert r.out == b"" or r.out.endswith(b"\n")
-    return [json.loads(line) for line in r.text.splitlines()]
+    return [json.loads(line) for line in r.out.splitlines()]
 
 
 def batch(gen, model, lines, *args, rc=0, **how):
@@ -117,7 +117,8 @@ def prefix_lines():
 
 
 @pytest.mark.parametrize("types", [["f16", "f16"], ["f32", "fp8"], ["int8", "int4"], ["int4", "int4"]], ids="-".join)
-@pytest.mark.parametrize("args", [["-np", "1"], ["-np", "6"], ["-np", "40", "--page-size", "64"]], ids=" ".join)
+@pytest.mark.parametrize("args", [["-np", "1"], ["-np", "6"], ["-np", "40", "--page-size", "64"],
+                                  ["-np", "6", "--no-share"]], ids=" ".join)
 def test_shared_beginnings(gen, model, types, args):
     kv = ["-ctk", types[0], "-ctv", types[1]]
     lines = prefix_lines()
@@ -134,6 +135,21 @@ def test_beginnings_are_computed_once(gen, model):
     asked = sum(len(line["prompt"]) for line in lines)
     assert r.rc == 0 and last["done"] and last["prompt_tokens"] == asked
     assert last["prefilled_tokens"] < 2 * asked / 12 + 200
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_more_work_than_memory(gen, model, tmp_path, offload):
+    """Caches that need 10 times the memory there is: the youngest sequences give their pages up and get the same bits."""
+    lines = [{**line, "custom_id": i, "predict": 200} for i, line in enumerate(mixed_lines(40))]
+    args = ["-c", "384", "-s", "1", "-np", "20"]
+    whole = batch(gen, model, lines, *args)
+    # 512 bytes a token: a sequence of 384 tokens just fits, 20 of 200 to 350 tokens need ten times that
+    args += ["--kv-memory", "200K", *(["--kv-offload", tmp_path] if offload else [])]
+    r = gen("-q", "-m", model, "--batch", "-", *args, "--progress", "json", stdin=jsonl(lines))
+    last = json.loads(r.err.splitlines()[-1])
+    assert r.rc == 0 and answers(r) == whole
+    assert last["given_up"] > 0 and (last["bytes_out"] > 0) == offload and not list(tmp_path.iterdir())
+    assert last["repeated_tokens"] > 0 or offload
 
 
 def test_window(gen, model):
