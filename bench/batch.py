@@ -94,7 +94,7 @@ def main():
         s = gen(o, lines, "-np", o.parallel)
         row(f"gen -np {o.parallel}, beginning shared", s["seconds"], s["seconds"], o, told(s))
         few = lines[:max(1, o.lines // 8)]
-        one = gen(o, few, "-np", "1")
+        one = gen(o, few, "-np", "1", "--no-share")
         row("gen -np 1, nothing shared (an eighth of the lines)", one["seconds"] * o.lines / len(few), s["seconds"], o)
 
 
