@@ -365,6 +365,7 @@ static bool choose_context(struct program *p, int64_t asked, int64_t *ctx, struc
     uint64_t budget = (uint64_t)p->o.kv_memory, available = budget ? budget : memory_available();
     const char *whose = budget ? "that --kv-memory gives" : "that are available";
     char a[32], b[32];
+    if (budget) eo.max_sequences = 1;  /* the sequences of a batch take turns in it */
     human_bytes((double)available, a);
     if (!asked) {
         if (eo.window && !engine_estimate(m, &eo, &need, e)) return false;

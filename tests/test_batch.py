@@ -542,11 +542,12 @@ def test_samples_and_seed_over_processes(gen, model, tmp_path, mpirun):
 def test_process_that_dies(gen, model, files, mpirun):
     """The run ends with a sentence that names it, and the file can be gone on with."""
     lines, out = files
-    lines.write_text(jsonl([{**line, "predict": 300} for line in mixed_lines(60)]))
-    whole = run_to(gen, model, lines, out, "-s", "4")
+    whole = run_to(gen, model, lines, out, "-s", "4", rc=1)
     out.unlink()
-    run = subprocess.Popen([*mpirun(3), "-q", "-m", model, "-s", "4", "-t", "1", "--data-parallel", "--batch", lines,
-                            "-o", out], stderr=subprocess.PIPE)
+    run = subprocess.Popen([*mpirun(3), "-q", "-m", model, "-s", "4", "-t", "1", "--data-parallel", "--batch", "-", "-o",
+                            out], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdin.write(lines.read_bytes())
+    run.stdin.flush()                  # and stays open, so that the run does not end by itself
     deadline = time.monotonic() + 60
     while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -557,7 +558,7 @@ def test_process_that_dies(gen, model, files, mpirun):
     os.kill(ranks[b"2"], signal.SIGKILL)
     err = run.communicate(timeout=120)[1]
     assert run.returncode != 0 and b"rank 2" in err
-    assert run_to(gen, model, lines, out, "-s", "4", "--resume") == whole
+    assert run_to(gen, model, lines, out, "-s", "4", "--resume", rc=1) == whole
 
 
 def test_failure_ends_all_processes(model, files, mpirun, tmp_path):
