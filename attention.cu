@@ -1,0 +1,874 @@
+/* attention.cu - the fused cached-attention kernels.
+ *
+ * A tile is 32 tokens of one KV head (kvcache.h): keys channel-major, values token-major. A warp copies a tile into
+ * shared memory, 16 bytes a lane, while it works on the one before. For the scores a lane holds the word of a few
+ * neighbouring tokens of every N-th channel and adds up their products with all queries of the group; folding the lanes
+ * of one word onto each other leaves one token's score in each lane. For the values a lane owns a few channels and adds
+ * up all tokens. So keys and values are read once for all query heads of a KV head, and never unpacked but in registers.
+ *
+ * Which of its 32 tokens a query sees is a range of token numbers; what a tile is made of (raw or sealed, and of which
+ * type) is the same for a whole warp, so one kernel serves every pair of types.
+ *
+ * Budgets, checked by tests/test_cuda_static.py: registers a thread, shared memory set statically.
+ *
+ *     kernel              registers  static shared
+ *     decode<1, *>        128        256
+ *     decode<2, *>        128        256
+ *     decode<4, *>        168        256
+ *     decode<8, *>        255        256
+ *     decode<16, *>       255        256
+ *     prefill<*>          255        1024
+ *     append, seal        64         0
+ */
+extern "C" {
+#include "attention.h"
+}
+#include "device.h"
+
+extern __shared__ unsigned char smem[];
+
+enum { DECODE_WARPS = 4, PREFILL_WARPS = 8, PREFILL_EACH = PREFILL_QUERIES / PREFILL_WARPS, STAGES = 2 };
+
+/* ---- where tiles are ---------------------------------------------------------------------------------------------- */
+
+/* Keys of `block` (32 tokens), KV head `head`; the values lie at values_of(). */
+static __device__ inline unsigned char *keys_at(const kv_store &s, int layer, int head, int32_t page, int block)
+{
+    return s.base + (size_t)page * s.page_bytes + layer * s.layer_bytes
+         + ((size_t)head * s.page_tiles + block % s.page_tiles) * s.k_tile;
+}
+static __device__ inline unsigned char *values_at(const kv_store &s, int layer, int head, int32_t page, int block)
+{
+    return s.base + (size_t)page * s.page_bytes + layer * s.layer_bytes + (size_t)s.n_kv * s.page_tiles * s.k_tile
+         + ((size_t)head * s.page_tiles + block % s.page_tiles) * s.v_tile;
+}
+
+/* The query at `pos` finds the block in raw slots. */
+static __device__ inline bool is_raw(const attention &a, int pos, int block)
+{
+    return a.raw.base && (block == 0 || block == pos / KV_BLOCK);
+}
+static __device__ inline int32_t page_of(const attention &a, const kv_sequence &s, int pos, int block)
+{
+    return is_raw(a, pos, block) ? s.raw[block] : s.main[block / a.main.page_tiles];
+}
+
+/* The blocks that rows [first row's position, last row's] of one sequence see: first those of the sinks, then those of
+ * the window, numbered through. */
+struct blocks { int sinks, first, count; };
+static __device__ inline blocks blocks_of(const kv_sequence &s, int pos, int last)
+{
+    int from = (int)kv_window_range(pos, s.sinks, s.window).first, seen = last + 1 < s.sinks ? last + 1 : s.sinks;
+    blocks b = { (seen + KV_BLOCK - 1) / KV_BLOCK, from / KV_BLOCK, 0 };
+    b.count = b.sinks + (last < from ? 0 : last / KV_BLOCK - b.first + 1);
+    return b;
+}
+static __device__ inline int block_number(const blocks &b, int i) { return i < b.sinks ? i : b.first + i - b.sinks; }
+
+/* Starts to copy a tile's keys and values into the stage, by `n` threads of which this is number `thread`. */
+static __device__ inline void fetch(const attention &a, int head, int pos, int block, int32_t page, unsigned char *stage,
+                                    int k_room, int thread, int n)
+{
+    const kv_store &s = is_raw(a, pos, block) ? a.raw : a.main;
+    const unsigned char *k = keys_at(s, a.layer, head, page, block), *v = values_at(s, a.layer, head, page, block);
+    for (int i = thread * 16; i < s.k_tile; i += n * 16) __pipeline_memcpy_async(stage + i, k + i, 16);
+    for (int i = thread * 16; i < s.v_tile; i += n * 16) __pipeline_memcpy_async(stage + k_room + i, v + i, 16);
+}
+
+/* Room for the larger of a raw and a sealed tile. */
+static __host__ __device__ inline int k_room(const attention &a)
+{
+    return a.raw.base && a.raw.k_tile > a.main.k_tile ? a.raw.k_tile : a.main.k_tile;
+}
+static __host__ __device__ inline int v_room(const attention &a)
+{
+    return a.raw.base && a.raw.v_tile > a.main.v_tile ? a.raw.v_tile : a.main.v_tile;
+}
+
+/* ---- codes -------------------------------------------------------------------------------------------------------- */
+
+/* A word of codes as floats, without their scale: N neighbouring tokens of a channel (keys), or N channels of a token
+ * (values; of int4 the last four are those of the token 16 further on). */
+template <int T> struct code;
+template <> struct code<KV_F32> {
+    enum { N = 1 };
+    static __device__ inline void get(uint32_t w, float f[1]) { f[0] = __uint_as_float(w); }
+};
+template <> struct code<KV_F16> {
+    enum { N = 2 };
+    static __device__ inline void get(uint32_t w, float f[2]) { f[0] = low_half(w), f[1] = high_half(w); }
+};
+template <> struct code<KV_BF16> {
+    enum { N = 2 };
+    static __device__ inline void get(uint32_t w, float f[2])
+    {
+        f[0] = __uint_as_float(w << 16), f[1] = __uint_as_float(w & 0xffff0000u);
+    }
+};
+template <> struct code<KV_FP8> {      /* 1/256 of the value: the scale makes up for it */
+    enum { N = 4 };
+    static __device__ inline void get(uint32_t w, float f[4])
+    {
+        uint32_t even = w << 8 & 0xff00ff00u, odd = w & 0xff00ff00u;
+        even = (even & 0x80008000u) | (even & 0x7f007f00u) >> 1;
+        odd = (odd & 0x80008000u) | (odd & 0x7f007f00u) >> 1;
+        f[0] = low_half(even), f[1] = low_half(odd), f[2] = high_half(even), f[3] = high_half(odd);
+    }
+};
+template <> struct code<KV_INT8> {
+    enum { N = 4 };
+    static __device__ inline void get(uint32_t w, float f[4])
+    {
+        for (int i = 0; i < 4; i++) f[i] = flipped_byte(w ^ 0x80808080u, i);
+    }
+};
+template <> struct code<KV_INT4> {
+    enum { N = 8 };
+    static __device__ inline void get(uint32_t w, float f[8])
+    {
+        uint32_t x = w ^ 0x88888888u, low = x & 0x0f0f0f0fu, high = x >> 4 & 0x0f0f0f0fu;
+        for (int i = 0; i < 4; i++) f[i] = unsigned_byte(low, i) - 8, f[4 + i] = unsigned_byte(high, i) - 8;
+    }
+};
+
+template <int T> static __device__ inline float scale_of(const unsigned char *scales, int i)
+{
+    if (T == KV_INT4) return kv_small_scale(scales[i]);
+    float s = half_to_float(((const uint16_t *)scales)[i]);
+    return T == KV_FP8 ? s * 256 : s;
+}
+
+/* n neighbouring floats of shared memory, n = 1, 2 or a multiple of 4 and aligned to as much. */
+template <int N> static __device__ inline void load_floats(const float *p, float *out)
+{
+    if (N == 1) out[0] = p[0];
+    else if (N == 2) {
+        float2 v = *(const float2 *)p;
+        out[0] = v.x, out[1] = v.y;
+    } else
+        for (int i = 0; i < N; i += 4) {
+            float4 v = *(const float4 *)(p + i);
+            out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
+        }
+}
+
+/* ---- scores ------------------------------------------------------------------------------------------------------- */
+
+/* s[g] = query g times the key of one token, whose number is returned. q: [head_k][q_stride], query g in column g. */
+template <int T, int G>
+static __device__ inline int scores_of(const unsigned char *tile, int head_k, const float *q, int q_stride, float s[G])
+{
+    constexpr int N = code<T>::N, L = WARP / N;        /* words of a channel: lanes that share it */
+    constexpr bool sealed = T >= KV_FP8;
+    int lane = threadIdx.x % WARP, w = lane % L, c = lane / L;
+    const unsigned char *scales = tile + kv_mean_bytes((kv_type)T, head_k, true);
+    const unsigned char *codes = scales + kv_scale_bytes((kv_type)T, head_k);
+    int n_blocks = sealed ? kv_blocks((kv_type)T, head_k) : 1;
+    float acc[G][N];
+#pragma unroll
+    for (int g = 0; g < G; g++)
+#pragma unroll
+        for (int i = 0; i < N; i++) acc[g][i] = 0;
+    for (int b = 0; b < n_blocks; b++) {
+        int end = b + 1 == n_blocks ? head_k : 32 * (b + 1);
+        float scale[N];
+        if (sealed)
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                scale[i] = scale_of<T>(scales, b * KV_BLOCK + (i < 4 ? 4 * w + i : 16 + 4 * w + i - 4));
+#pragma unroll 4
+        for (int d = 32 * b + c; d < end; d += N) {
+            float k[N], x[G];
+            code<T>::get(*(const uint32_t *)(codes + (size_t)(d * L + w) * 4), k);
+            load_floats<G>(q + d * q_stride, x);
+            if (sealed) {
+                float mean = T == KV_INT4 ? half_to_float(((const uint16_t *)tile)[d]) : 0;
+#pragma unroll
+                for (int i = 0; i < N; i++) k[i] = T == KV_INT4 ? fmaf(k[i], scale[i], mean) : k[i] * scale[i];
+            }
+#pragma unroll
+            for (int g = 0; g < G; g++)
+#pragma unroll
+                for (int i = 0; i < N; i++) acc[g][i] = fmaf(x[g], k[i], acc[g][i]);
+        }
+    }
+    /* The N lanes of a word share out its N tokens. */
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+#pragma unroll
+        for (int step = N / 2; step; step /= 2) {
+            bool upper = c & step;
+#pragma unroll
+            for (int i = 0; i < step; i++) {
+                float give = upper ? acc[g][i] : acc[g][i + step], keep = upper ? acc[g][i + step] : acc[g][i];
+                acc[g][i] = keep + __shfl_xor_sync(ALL_LANES, give, step * L);
+            }
+        }
+        s[g] = acc[g][0];
+    }
+    return T == KV_INT4 ? (c < 4 ? 4 * w + c : 12 + 4 * w + c) : N * w + c;
+}
+
+template <int G>
+static __device__ inline int scores(kv_type type, const unsigned char *tile, int head_k, const float *q, int q_stride,
+                                    float s[G])
+{
+    switch (type) {
+    case KV_F32: return scores_of<KV_F32, G>(tile, head_k, q, q_stride, s);
+    case KV_F16: return scores_of<KV_F16, G>(tile, head_k, q, q_stride, s);
+    case KV_BF16: return scores_of<KV_BF16, G>(tile, head_k, q, q_stride, s);
+    case KV_FP8: return scores_of<KV_FP8, G>(tile, head_k, q, q_stride, s);
+    case KV_INT8: return scores_of<KV_INT8, G>(tile, head_k, q, q_stride, s);
+    default: return scores_of<KV_INT4, G>(tile, head_k, q, q_stride, s);
+    }
+}
+
+/* ---- values ------------------------------------------------------------------------------------------------------- */
+
+/* A lane's channels: HV / 32 of them in pieces of EACH neighbours, piece j from channel j * 128 + lane * EACH on. */
+template <int HV> struct channels { enum { EACH = HV < 128 ? HV / WARP : 4, PIECES = HV / WARP / EACH }; };
+
+/* EACH codes of one token from channel d on (of int4: of two tokens). */
+template <int T, int EACH> static __device__ inline void load_codes(const unsigned char *codes, size_t at, float *f)
+{
+    if (T == KV_F32) load_floats<EACH>((const float *)codes + at, f);
+    else if (T == KV_F16 || T == KV_BF16) {
+        const uint32_t *p = (const uint32_t *)(codes + 2 * at);
+        if (EACH == 2) code<T>::get(*p, f);
+        else {
+            uint2 w = *(const uint2 *)p;
+            code<T>::get(w.x, f);
+            code<T>::get(w.y, f + 2);
+        }
+    } else {
+        float all[8];
+        uint32_t w = EACH == 2 ? *(const uint16_t *)(codes + at) : *(const uint32_t *)(codes + at);
+        code<T>::get(w, all);
+        for (int i = 0; i < EACH; i++) {
+            f[i] = all[i];
+            if (T == KV_INT4) f[EACH + i] = all[4 + i];
+        }
+    }
+}
+
+/* o[g] += sum over the tokens [t0, t1) of p[token][g] * value. p: [32][P]. */
+template <int T, int G, int HV>
+static __device__ inline void add_values(const unsigned char *tile, int head_v, const float *p, int t0, int t1,
+                                         float o[G][HV / WARP])
+{
+    constexpr int EACH = channels<HV>::EACH, PIECES = channels<HV>::PIECES, P = G;
+    constexpr bool sealed = T >= KV_FP8, pairs = T == KV_INT4;
+    int lane = threadIdx.x % WARP;
+    const unsigned char *codes = tile + kv_scale_bytes((kv_type)T, head_v);
+    int last = sealed ? kv_blocks((kv_type)T, head_v) - 1 : 0;
+    int from = pairs ? 0 : t0, to = pairs ? KV_BLOCK / 2 : t1;
+#pragma unroll 4
+    for (int t = from; t < to; t++) {
+        float x[pairs ? 2 * G : G];
+        load_floats<G>(p + t * P, x);
+        if (pairs) load_floats<G>(p + (t + 16) * P, x + (pairs ? G : 0));
+#pragma unroll
+        for (int j = 0; j < PIECES; j++) {
+            int d = j * 128 + lane * EACH;
+            if (d >= head_v) continue;
+            float v[2 * EACH];
+            load_codes<T, EACH>(codes, (size_t)t * head_v + d, v);
+            if (sealed) {
+                int b = d / 32 < last ? d / 32 : last;
+                float scale = scale_of<T>(tile, b * KV_BLOCK + t);
+                float far = pairs ? scale_of<T>(tile, b * KV_BLOCK + t + (pairs ? 16 : 0)) : 0;
+#pragma unroll
+                for (int i = 0; i < EACH; i++) {
+                    v[i] *= scale;
+                    if (pairs) v[EACH + i] *= far;
+                }
+            }
+#pragma unroll
+            for (int g = 0; g < G; g++)
+#pragma unroll
+                for (int i = 0; i < EACH; i++) {
+                    o[g][j * EACH + i] = fmaf(x[g], v[i], o[g][j * EACH + i]);
+                    if (pairs) o[g][j * EACH + i] = fmaf(x[(pairs ? G : 0) + g], v[EACH + i], o[g][j * EACH + i]);
+                }
+        }
+    }
+}
+
+template <int G, int HV>
+static __device__ inline void values(kv_type type, const unsigned char *tile, int head_v, const float *p, int t0, int t1,
+                                     float o[G][HV / WARP])
+{
+    switch (type) {
+    case KV_F32: return add_values<KV_F32, G, HV>(tile, head_v, p, t0, t1, o);
+    case KV_F16: return add_values<KV_F16, G, HV>(tile, head_v, p, t0, t1, o);
+    case KV_BF16: return add_values<KV_BF16, G, HV>(tile, head_v, p, t0, t1, o);
+    case KV_FP8: return add_values<KV_FP8, G, HV>(tile, head_v, p, t0, t1, o);
+    case KV_INT8: return add_values<KV_INT8, G, HV>(tile, head_v, p, t0, t1, o);
+    default: return add_values<KV_INT4, G, HV>(tile, head_v, p, t0, t1, o);
+    }
+}
+
+/* ---- one tile, one warp ------------------------------------------------------------------------------------------- */
+
+/* Online softmax of G queries. l is this lane's part of the sum. */
+template <int G, int HV> struct state { float m[G], l[G], o[G][HV / WARP]; };
+
+template <int G, int HV> static __device__ inline void start(state<G, HV> &s)
+{
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        s.m[g] = -INFINITY;
+        s.l[g] = 0;
+#pragma unroll
+        for (int i = 0; i < HV / WARP; i++) s.o[g][i] = 0;
+    }
+}
+
+/* Query g sees tokens [first[g], last[g]], none where last < first; [t0, t1) of the tile are those that any of them
+ * sees. p: [32][G], this warp's own. */
+template <int G, int HV>
+static __device__ inline void step(const attention &a, const kv_store &types, const unsigned char *stage, int block,
+                                   const float *q, int q_stride, const int *first, const int *last, int t0, int t1,
+                                   float *p, state<G, HV> &s)
+{
+    constexpr int AT_ONCE = G > 8 ? 8 : G;             /* queries whose scores are in registers together */
+#pragma unroll
+    for (int g0 = 0; g0 < G; g0 += AT_ONCE) {
+        float x[AT_ONCE], keep[AT_ONCE];
+        int t = scores<AT_ONCE>(types.type_k, stage, a.head_k, q + g0, q_stride, x), token = block * KV_BLOCK + t;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            int g = g0 + i;
+            if (a.cap > 0) x[i] = a.cap * tanhf(x[i] / a.cap);
+            if (token < first[g] || token > last[g]) x[i] = -INFINITY;
+            float top = fmaxf(s.m[g], warp_max(x[i]));
+            keep[i] = s.m[g] == top ? 1 : __expf(s.m[g] - top);
+            x[i] = x[i] == -INFINITY ? 0 : __expf(x[i] - top);
+            s.m[g] = top;
+            s.l[g] = s.l[g] * keep[i] + x[i];
+            if (keep[i] != 1)
+#pragma unroll
+                for (int j = 0; j < HV / WARP; j++) s.o[g][j] *= keep[i];
+            p[t * G + g] = x[i];
+        }
+    }
+    __syncwarp();
+    values<G, HV>(types.type_v, stage + k_room(a), a.head_v, p, t0, t1, s.o);
+    __syncwarp();
+}
+
+/* ---- a head's vector ----------------------------------------------------------------------------------------------- */
+
+/* x -> H x / sqrt(size) in blocks of the largest power of two that divides n, by one warp. */
+static __device__ void turn_basis(float *x, int n)
+{
+    int lane = threadIdx.x % WARP, size = n & -n;
+    float scale = 1 / sqrtf((float)size);
+    for (int step = 1; step < size; step *= 2) {
+        for (int i = lane; i < n / 2; i += WARP) {
+            int j = i / step * 2 * step + i % step;
+            float u = x[j], v = x[j + step];
+            x[j] = u + v;
+            x[j + step] = u - v;
+        }
+        __syncwarp();
+    }
+    for (int i = lane; i < n; i += WARP) x[i] *= scale;
+    __syncwarp();
+}
+
+/* x[n] = a query's or key's channels made ready by one warp: bias, norm, RoPE, scale, the cache's basis. */
+static __device__ void ready(const attention &a, float *x, int n, const float *src, const float *bias, const float *norm,
+                             const float *cs, const float *sn, float scale, bool turn)
+{
+    int lane = threadIdx.x % WARP, half = cs ? a.n_rot / 2 : 0;
+    float sum = 0;
+    for (int i = lane; i < n; i += WARP) {
+        float y = src[i] + (bias ? bias[i] : 0);
+        x[i] = y;
+        sum = fmaf(y, y, sum);
+    }
+    if (norm) {
+        float f = 1 / sqrtf(warp_sum(sum) / n + a.eps);
+        for (int i = lane; i < n; i += WARP) x[i] = x[i] * f * norm[i];
+    }
+    __syncwarp();
+    int width = a.order == ROPE_PAIRS ? 2 : 1, other = a.order == ROPE_PAIRS ? 1 : half;
+    for (int i = lane; i < half; i += WARP) {
+        float u = x[i * width], v = x[i * width + other];
+        x[i * width] = u * cs[i] - v * sn[i];
+        x[i * width + other] = u * sn[i] + v * cs[i];
+    }
+    __syncwarp();
+    if (scale != 1)
+        for (int i = lane; i < n; i += WARP) x[i] *= scale;
+    __syncwarp();
+    if (turn) turn_basis(x, n);
+}
+
+/* Query head h of row r, for the sinks or the window, into column `column` of q[head_k][q_stride]. */
+static __device__ void ready_query(const attention &a, int r, int h, bool sinks, float *x, float *q, int q_stride,
+                                   int column)
+{
+    const float *cs = (sinks ? a.sink_cs : a.cs) + (size_t)r * (a.n_rot / 2);
+    const float *sn = (sinks ? a.sink_sn : a.sn) + (size_t)r * (a.n_rot / 2);
+    ready(a, x, a.head_k, a.qkv + (size_t)r * a.ld + h * a.head_k, a.q_bias ? a.q_bias + h * a.head_k : NULL, a.q_norm,
+          cs, sn, a.scale, kv_sealed(a.main.type_k));
+    for (int d = threadIdx.x % WARP; d < a.head_k; d += WARP) q[d * q_stride + column] = x[d];
+    __syncwarp();
+}
+
+/* ---- rows into the cache -------------------------------------------------------------------------------------------- */
+
+static __device__ inline void put(unsigned char *tile, kv_type type, int at, float x)
+{
+    if (type == KV_F32) ((float *)tile)[at] = x;
+    else ((uint16_t *)tile)[at] = type == KV_F16 ? float_to_half(x) : float_to_bf16(x);
+}
+
+/* Row r's key (or value) of KV head `head`, by one warp; x has room for a head. */
+static __device__ void append_key(const attention &a, int r, int head, float *x)
+{
+    const kv_row &row = a.rows[r];
+    const kv_sequence &s = a.sequences[row.sequence * a.sequence_stride];
+    const kv_store &to = a.raw.base ? a.raw : a.main;
+    int block = row.pos / KV_BLOCK, t = row.pos % KV_BLOCK;
+    int32_t page = a.raw.base ? s.raw[block] : s.main[block / a.main.page_tiles];
+    unsigned char *tile = keys_at(to, a.layer, head, page, block);
+    const float *src = a.qkv + (size_t)r * a.ld + a.n_head * a.head_k + head * a.head_k;
+    ready(a, x, a.head_k, src, a.k_bias ? a.k_bias + head * a.head_k : NULL, a.k_norm,
+          a.cs + (size_t)r * (a.n_rot / 2), a.sn + (size_t)r * (a.n_rot / 2), 1, kv_sealed(a.main.type_k));
+    for (int d = threadIdx.x % WARP; d < a.head_k; d += WARP) put(tile, to.type_k, d * KV_BLOCK + t, x[d]);
+}
+static __device__ void append_value(const attention &a, int r, int head, float *x)
+{
+    const kv_row &row = a.rows[r];
+    const kv_sequence &s = a.sequences[row.sequence * a.sequence_stride];
+    const kv_store &to = a.raw.base ? a.raw : a.main;
+    int block = row.pos / KV_BLOCK, t = row.pos % KV_BLOCK;
+    int32_t page = a.raw.base ? s.raw[block] : s.main[block / a.main.page_tiles];
+    unsigned char *tile = values_at(to, a.layer, head, page, block);
+    const float *src = a.qkv + (size_t)r * a.ld + (a.n_head + a.n_kv) * a.head_k + head * a.head_v;
+    ready(a, x, a.head_v, src, a.v_bias ? a.v_bias + head * a.head_v : NULL, NULL, NULL, NULL, 1,
+          kv_sealed(a.main.type_v));
+    for (int d = threadIdx.x % WARP; d < a.head_v; d += WARP) put(tile, to.type_v, t * a.head_v + d, x[d]);
+}
+
+/* ---- sealing: the same codes, bit for bit, as layer.inc makes -------------------------------------------------------- */
+
+/* Scale (its byte) of least squared error for int4 codes of n channels, each minus its mean. */
+static __device__ int scale_int4(const uint16_t *raw, int step, const uint16_t *means, int n)
+{
+    float most = 0, best = INFINITY;
+    for (int d = 0; d < n; d++) {
+        float x = half_to_float(raw[d * step]) - (means ? half_to_float(means[d]) : 0);
+        most = fabsf(x) > most ? fabsf(x) : most;
+    }
+    int top = (int)(__float_as_uint(most / 7) >> 20) - (112 << 3) + 1;
+    top = top < 0 ? 0 : top > 255 ? 255 : top;
+    int chosen = top;
+    for (int s = top; s >= 0 && s > top - 5; s--) {
+        float scale = kv_small_scale((uint8_t)s), inverse = 1 / scale, error = 0;
+        for (int d = 0; d < n; d++) {
+            float x = half_to_float(raw[d * step]) - (means ? half_to_float(means[d]) : 0), q = rintf(x * inverse);
+            q = q > -8 ? q : -8;
+            q = q < 7 ? q : 7;
+            float off = q * scale - x;
+            error += off * off;
+        }
+        if (error < best) best = error, chosen = s;
+    }
+    return chosen;
+}
+
+static __device__ inline int code_int4(float x, float inverse)
+{
+    float q = rintf(x * inverse);
+    q = q > -8 ? q : -8;
+    return (int)(q < 7 ? q : 7);
+}
+
+/* A raw tile of f16 becomes a tile of `type`, by all threads of the block. */
+static __device__ void seal_tile(const uint16_t *raw, unsigned char *tile, kv_type type, int n, bool keys)
+{
+    int step_t = keys ? 1 : n, step_d = keys ? KV_BLOCK : 1, n_blocks = kv_blocks(type, n);
+    uint16_t *means = type == KV_INT4 && keys ? (uint16_t *)tile : NULL;
+    unsigned char *scales = tile + kv_mean_bytes(type, n, keys), *codes = scales + kv_scale_bytes(type, n);
+    if (!kv_sealed(type)) {
+        for (int i = threadIdx.x; i < n * KV_BLOCK; i += blockDim.x) ((uint16_t *)tile)[i] = raw[i];
+        return;
+    }
+    for (int d = threadIdx.x; d < n && means; d += blockDim.x) {
+        float sum = 0;
+        for (int t = 0; t < KV_BLOCK; t++) sum += half_to_float(raw[t * step_t + d * step_d]);
+        means[d] = float_to_half(sum / KV_BLOCK);
+    }
+    __syncthreads();
+    int tokens = type == KV_INT4 ? KV_BLOCK / 2 : KV_BLOCK;        /* int4: a byte holds tokens u and u + 16 */
+    for (int i = threadIdx.x; i < tokens * n_blocks; i += blockDim.x) {
+        int t = i % tokens, b = i / tokens, d0 = 32 * b, end = b + 1 == n_blocks ? n : d0 + 32;
+        const uint16_t *x = raw + t * step_t + d0 * step_d;
+        if (type == KV_INT4) {
+            const uint16_t *mean = means ? means + d0 : NULL, *y = x + 16 * step_t;
+            int low = scale_int4(x, step_d, mean, end - d0), high = scale_int4(y, step_d, mean, end - d0);
+            float a = 1 / kv_small_scale((uint8_t)low), c = 1 / kv_small_scale((uint8_t)high);
+            scales[b * KV_BLOCK + t] = (uint8_t)low;
+            scales[b * KV_BLOCK + t + 16] = (uint8_t)high;
+            for (int d = 0; d < end - d0; d++) {
+                float m = mean ? half_to_float(mean[d]) : 0;
+                int p = code_int4(half_to_float(x[d * step_d]) - m, a), q = code_int4(half_to_float(y[d * step_d]) - m, c);
+                codes[t * step_t + (d0 + d) * (keys ? 16 : 1)] = (uint8_t)((p & 15) | (q & 15) << 4);
+            }
+            continue;
+        }
+        float most = 0, limit = type == KV_INT8 ? 127 : 448;
+        for (int d = 0; d < end - d0; d++) {
+            float size = fabsf(half_to_float(x[d * step_d]));
+            most = size > most ? size : most;
+        }
+        uint16_t half = float_to_half(most / limit);
+        float scale = half_to_float(half), inverse = scale > 0 ? 1 / scale : 0;
+        ((uint16_t *)scales)[b * KV_BLOCK + t] = half;
+        for (int d = 0; d < end - d0; d++) {
+            float q = half_to_float(x[d * step_d]) * inverse;
+            q = q > -limit ? q : -limit;
+            q = q < limit ? q : limit;
+            codes[t * step_t + (d0 + d) * step_d] = type == KV_INT8 ? (uint8_t)(int8_t)rintf(q) : float_to_fp8(q);
+        }
+    }
+}
+
+/* Seals the keys and values of the block that row r completes. */
+static __device__ void seal_row(const attention &a, int r, int head, bool keys, bool values)
+{
+    const kv_row &row = a.rows[r];
+    const kv_sequence &s = a.sequences[row.sequence * a.sequence_stride];
+    int block = row.pos / KV_BLOCK;
+    int32_t from = s.raw[block], to = s.main[block / a.main.page_tiles];
+    if (keys)
+        seal_tile((const uint16_t *)keys_at(a.raw, a.layer, head, from, block),
+                  keys_at(a.main, a.layer, head, to, block), a.main.type_k, a.head_k, true);
+    if (values)
+        seal_tile((const uint16_t *)values_at(a.raw, a.layer, head, from, block),
+                  values_at(a.main, a.layer, head, to, block), a.main.type_v, a.head_v, false);
+}
+static __device__ inline bool completes(const attention &a, int r)
+{
+    return a.raw.base && a.rows[r].pos % KV_BLOCK == KV_BLOCK - 1;
+}
+
+static __global__ void __launch_bounds__(64) append_kernel(attention a)
+{
+    wait_for_previous();
+    let_next_start();
+    float *x = (float *)smem;
+    if (threadIdx.x < WARP) append_key(a, blockIdx.y, blockIdx.x, x);
+    else append_value(a, blockIdx.y, blockIdx.x, x + a.head_k);
+}
+
+static __global__ void __launch_bounds__(128) seal_kernel(attention a)
+{
+    wait_for_previous();
+    let_next_start();
+    if (completes(a, blockIdx.y)) seal_row(a, blockIdx.y, blockIdx.x, blockIdx.z == 0, blockIdx.z == 1);
+}
+
+/* ---- decode: the keys of a row split over blocks ---------------------------------------------------------------------- */
+
+/* Weight of a part whose maximum is m when joined under `top`. */
+static __device__ inline float weight(float m, float top) { return m == top ? 1 : __expf(m - top); }
+
+/* out[head_v] of query head h of row r: the weighted mean in x, in the model's own basis; by one warp. */
+static __device__ void finish(const attention &a, int r, int h, float *x, float sum)
+{
+    for (int d = threadIdx.x % WARP; d < a.head_v; d += WARP) x[d] /= sum;
+    __syncwarp();
+    if (kv_sealed(a.main.type_v)) turn_basis(x, a.head_v);
+    for (int d = threadIdx.x % WARP; d < a.head_v; d += WARP) a.out[((size_t)r * a.n_head + h) * a.head_v + d] = x[d];
+}
+
+/* Joins `n` parts in rising order; part i of head g is at part + i * stride: maximum, sum, then the values. Leaves the
+ * values in x[head_v], maximum and sum in *m, *l. By one warp. */
+static __device__ void join(const float *part, int n, size_t stride, int head_v, float *x, float *m, float *l)
+{
+    float top = -INFINITY, sum = 0;
+    int lane = threadIdx.x % WARP;
+    for (int i = 0; i < n; i++) {
+        float mi = part[i * stride];
+        top = mi > top ? mi : top;
+    }
+    for (int i = 0; i < n; i++) {
+        float li = part[i * stride + 1];
+        if (li != 0) sum += li * weight(part[i * stride], top);
+    }
+    for (int d = lane; d < head_v; d += WARP) {
+        float y = 0;
+        for (int i = 0; i < n; i++)
+            if (part[i * stride + 1] != 0) y = fmaf(part[i * stride + 2 + d], weight(part[i * stride], top), y);
+        x[d] = y;
+    }
+    __syncwarp();
+    *m = top;
+    *l = sum;
+}
+
+/* Floats of shared memory in front of the stages: queries, weights, a vector for each warp. */
+template <int G> static __host__ __device__ inline int decode_floats(const attention &a)
+{
+    int wide = a.head_k > a.head_v ? a.head_k : a.head_v;
+    return (a.head_k * G + DECODE_WARPS * (KV_BLOCK * G + wide) + 3) / 4 * 4;
+}
+
+template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS * WARP) decode_kernel(attention a)
+{
+    __shared__ int first[G], last[G];
+    __shared__ bool final;
+    int group = a.n_head / a.n_kv, parts = attention_parts(group), each = (group + parts - 1) / parts;
+    int head = blockIdx.y / parts, g0 = blockIdx.y % parts * each, n_g = group - g0 < each ? group - g0 : each;
+    int r = blockIdx.z, split = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    int h0 = head * group + g0;
+    wait_for_previous();
+    const kv_row row = a.rows[r];
+    const kv_sequence s = a.sequences[row.sequence * a.sequence_stride];
+    blocks seen = blocks_of(s, row.pos, row.pos);
+    int chunk = (seen.count + a.n_splits - 1) / a.n_splits;
+    if (chunk < DECODE_WARPS) chunk = DECODE_WARPS;
+    int used = (seen.count + chunk - 1) / chunk;
+    let_next_start();
+    if (split >= used) return;
+    int begin = split * chunk, end = begin + chunk < seen.count ? begin + chunk : seen.count;
+
+    float *q = (float *)smem, *p = q + a.head_k * G + warp * KV_BLOCK * G;
+    int wide = a.head_k > a.head_v ? a.head_k : a.head_v;
+    float *x = q + a.head_k * G + DECODE_WARPS * KV_BLOCK * G + warp * wide;
+    unsigned char *stages = (unsigned char *)(q + decode_floats<G>(a));
+    int stage_bytes = k_room(a) + v_room(a);
+    unsigned char *mine = stages + warp * STAGES * stage_bytes;
+
+    if (a.append && split == used - 1) {
+        if (warp == 0) append_key(a, r, head, x);
+        if (warp == 1) append_value(a, r, head, x);
+        __syncthreads();
+        if (completes(a, r)) seal_row(a, r, head, true, true);
+    }
+    state<G, HV> st;
+    start(st);
+    for (int i = threadIdx.x; i < a.head_k * G; i += blockDim.x) q[i] = 0;         /* columns without a head */
+    for (int sinks = 1; sinks >= 0; sinks--) {
+        int from = begin, to = end;
+        if (sinks && to > seen.sinks) to = seen.sinks;
+        if (!sinks && from < seen.sinks) from = seen.sinks;
+        if (from >= to) continue;
+        kv_range range = sinks ? kv_sink_range(row.pos, s.sinks, s.window) : kv_window_range(row.pos, s.sinks, s.window);
+        __syncthreads();
+        for (int g = warp; g < n_g; g += DECODE_WARPS) ready_query(a, r, h0 + g, sinks, x, q, G, g);
+        if (threadIdx.x < G) first[threadIdx.x] = (int)range.first, last[threadIdx.x] = (int)range.last;
+        __syncthreads();
+        int i = from + warp, stage = 0;
+        int32_t page = 0;
+        if (i < to) {
+            int block = block_number(seen, i);
+            fetch(a, head, row.pos, block, page_of(a, s, row.pos, block), mine, k_room(a), lane, WARP);
+        }
+        __pipeline_commit();
+        if (i + DECODE_WARPS < to) page = page_of(a, s, row.pos, block_number(seen, i + DECODE_WARPS));
+        for (; i < to; i += DECODE_WARPS, stage ^= 1) {
+            int next = i + DECODE_WARPS, block = block_number(seen, i);
+            if (next < to)
+                fetch(a, head, row.pos, block_number(seen, next), page, mine + (stage ^ 1) * stage_bytes, k_room(a), lane,
+                      WARP);
+            __pipeline_commit();
+            if (next + DECODE_WARPS < to) page = page_of(a, s, row.pos, block_number(seen, next + DECODE_WARPS));
+            __pipeline_wait_prior(1);
+            __syncwarp();
+            int t0 = (int)range.first - block * KV_BLOCK, t1 = (int)range.last + 1 - block * KV_BLOCK;
+            step<G, HV>(a, is_raw(a, row.pos, block) ? a.raw : a.main, mine + stage * stage_bytes, block, q, G, first,
+                        last, t0 < 0 ? 0 : t0, t1 > KV_BLOCK ? KV_BLOCK : t1, p, st);
+        }
+        __pipeline_wait_prior(0);
+    }
+
+    /* The warps' parts meet where the stages were: [G][warps][head_v + 2]. */
+    __syncthreads();
+    float *meet = (float *)stages;
+    size_t stride = a.head_v + 2;
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        float l = warp_sum(st.l[g]), *at = meet + (g * DECODE_WARPS + warp) * stride;
+        if (lane == 0) at[0] = st.m[g], at[1] = l;
+#pragma unroll
+        for (int j = 0; j < channels<HV>::PIECES; j++)
+#pragma unroll
+            for (int i = 0; i < channels<HV>::EACH; i++) {
+                int d = j * 128 + lane * channels<HV>::EACH + i;
+                if (d < a.head_v) at[2 + d] = st.o[g][j * channels<HV>::EACH + i];
+            }
+    }
+    __syncthreads();
+    for (int g = warp; g < n_g; g += DECODE_WARPS) {
+        float m, l;
+        join(meet + g * DECODE_WARPS * stride, DECODE_WARPS, stride, a.head_v, x, &m, &l);
+        if (used == 1) {
+            finish(a, r, h0 + g, x, l);
+            continue;
+        }
+        float *to = a.part + (((size_t)r * a.n_head + h0 + g) * a.n_splits + split) * stride;
+        if (lane == 0) to[0] = m, to[1] = l;
+        for (int d = lane; d < a.head_v; d += WARP) to[2 + d] = x[d];
+        __syncwarp();
+    }
+    if (used == 1) return;
+
+    /* Whoever comes last joins all splits, in their order. */
+    __threadfence();
+    __syncthreads();
+    unsigned *arrived = &a.arrived[r * gridDim.y + blockIdx.y];
+    if (threadIdx.x == 0) {
+        final = atomicAdd(arrived, 1u) == (unsigned)used - 1;
+        if (final) *arrived = 0;
+    }
+    __syncthreads();
+    if (!final) return;
+    __threadfence();
+    for (int g = warp; g < n_g; g += DECODE_WARPS) {
+        float m, l;
+        join(a.part + ((size_t)r * a.n_head + h0 + g) * a.n_splits * stride, used, stride, a.head_v, x, &m, &l);
+        finish(a, r, h0 + g, x, l);
+    }
+}
+
+/* ---- prefill: runs of rows against all that they see --------------------------------------------------------------------- */
+
+static __host__ __device__ inline int prefill_floats(const attention &a)
+{
+    int wide = a.head_k > a.head_v ? a.head_k : a.head_v;
+    return a.head_k * PREFILL_QUERIES + PREFILL_WARPS * (KV_BLOCK * PREFILL_EACH + (wide + 3) / 4 * 4);
+}
+
+/* a.n_splits: stages, 1 or 2. */
+template <int HV> static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(attention a)
+{
+    constexpr int EACH = PREFILL_EACH;
+    __shared__ int first[PREFILL_QUERIES], last[PREFILL_QUERIES];
+    int group = a.n_head / a.n_kv, head = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    wait_for_previous();
+    let_next_start();
+    const kv_run run = a.runs[blockIdx.y];
+    const kv_row row = a.rows[run.row];
+    const kv_sequence s = a.sequences[row.sequence * a.sequence_stride];
+    int n_q = run.n * group, high = row.pos + run.n - 1;
+    blocks seen = blocks_of(s, row.pos, high);
+
+    int wide = ((a.head_k > a.head_v ? a.head_k : a.head_v) + 3) / 4 * 4;
+    float *q = (float *)smem, *p = q + a.head_k * PREFILL_QUERIES + warp * KV_BLOCK * EACH;
+    float *x = q + a.head_k * PREFILL_QUERIES + PREFILL_WARPS * KV_BLOCK * EACH + warp * wide;
+    unsigned char *stages = (unsigned char *)(q + prefill_floats(a));
+    int stage_bytes = k_room(a) + v_room(a);
+
+    state<EACH, HV> st;
+    start(st);
+    for (int i = threadIdx.x; i < a.head_k * PREFILL_QUERIES; i += blockDim.x) q[i] = 0;
+    for (int sinks = 1; sinks >= 0; sinks--) {
+        int from = sinks ? 0 : seen.sinks, to = sinks ? seen.sinks : seen.count;
+        if (from >= to) continue;
+        __syncthreads();
+        for (int i = warp; i < PREFILL_QUERIES; i += PREFILL_WARPS) {
+            int pos = row.pos + i / group;
+            kv_range seen_by = sinks ? kv_sink_range(pos, s.sinks, s.window) : kv_window_range(pos, s.sinks, s.window);
+            if (i < n_q) ready_query(a, run.row + i / group, head * group + i % group, sinks, x, q, PREFILL_QUERIES, i);
+            if (lane == 0) first[i] = i < n_q ? (int)seen_by.first : 0, last[i] = i < n_q ? (int)seen_by.last : -1;
+        }
+        int low = sinks ? 0 : (int)kv_window_range(row.pos, s.sinks, s.window).first;
+        int top = sinks && high >= s.sinks ? s.sinks - 1 : high;
+        for (int ahead = 0; ahead < a.n_splits - 1; ahead++) {
+            int block = block_number(seen, from + ahead);
+            if (from + ahead < to)
+                fetch(a, head, row.pos, block, page_of(a, s, row.pos, block), stages, k_room(a), threadIdx.x, blockDim.x);
+            __pipeline_commit();
+        }
+        for (int i = from, stage = 0; i < to; i++) {
+            int next = i + a.n_splits - 1, block = block_number(seen, i), put = a.n_splits == 2 ? stage ^ 1 : 0;
+            if (next < to) {
+                int b = block_number(seen, next);
+                fetch(a, head, row.pos, b, page_of(a, s, row.pos, b), stages + put * stage_bytes, k_room(a), threadIdx.x,
+                      blockDim.x);
+            }
+            __pipeline_commit();
+            if (a.n_splits == 2) __pipeline_wait_prior(1);
+            else __pipeline_wait_prior(0);
+            __syncthreads();
+            int t0 = low - block * KV_BLOCK, t1 = top + 1 - block * KV_BLOCK;
+            step<EACH, HV>(a, is_raw(a, row.pos, block) ? a.raw : a.main, stages + stage * stage_bytes, block,
+                           q + warp * EACH, PREFILL_QUERIES, first + warp * EACH, last + warp * EACH, t0 < 0 ? 0 : t0,
+                           t1 > KV_BLOCK ? KV_BLOCK : t1, p, st);
+            __syncthreads();
+            stage = put;
+        }
+        __pipeline_wait_prior(0);
+    }
+#pragma unroll
+    for (int g = 0; g < EACH; g++) {
+        int i = warp * EACH + g;
+        float l = warp_sum(st.l[g]);
+        if (i >= n_q) continue;
+#pragma unroll
+        for (int j = 0; j < channels<HV>::PIECES; j++)
+#pragma unroll
+            for (int k = 0; k < channels<HV>::EACH; k++) {
+                int d = j * 128 + lane * channels<HV>::EACH + k;
+                if (d < a.head_v) x[d] = st.o[g][j * channels<HV>::EACH + k];
+            }
+        __syncwarp();
+        finish(a, run.row + i / group, head * group + i % group, x, l);
+        __syncwarp();
+    }
+}
+
+/* ---- launches --------------------------------------------------------------------------------------------------------- */
+
+extern "C" const char *attention_refuses(int head_k, int head_v, int group)
+{
+    if (head_k > 256 || head_v > 256) return "heads of more than 256 channels";
+    if (head_k % 2 || head_v % 2 || (head_v > 64 && head_v % 4)) return "head sizes that are not a multiple of 4";
+    if (group > PREFILL_QUERIES) return "more than 64 query heads on one key/value head";
+    return NULL;
+}
+
+template <int G> static attention_launch decode_of(const attention *a, int n_rows)
+{
+    int group = a->n_head / a->n_kv;
+    attention_launch l = { "attention decode", NULL, dim3(a->n_splits, a->n_kv * attention_parts(group), n_rows),
+                           dim3(DECODE_WARPS * WARP), 0 };
+    l.kernel = a->head_v <= 64 ? decode_kernel<G, 64> : a->head_v <= 128 ? decode_kernel<G, 128> : decode_kernel<G, 256>;
+    size_t stages = (size_t)DECODE_WARPS * STAGES * (k_room(*a) + v_room(*a));
+    size_t meet = (size_t)G * DECODE_WARPS * (a->head_v + 2) * sizeof(float);
+    l.shared = decode_floats<G>(*a) * sizeof(float) + (stages > meet ? stages : meet);
+    return l;
+}
+
+extern "C" struct attention_launch attention_decode(const struct attention *a, int n_rows)
+{
+    int group = a->n_head / a->n_kv, parts = attention_parts(group), each = (group + parts - 1) / parts;
+    return each == 1 ? decode_of<1>(a, n_rows) : each == 2 ? decode_of<2>(a, n_rows) : each <= 4 ? decode_of<4>(a, n_rows)
+         : each <= 8 ? decode_of<8>(a, n_rows) : decode_of<16>(a, n_rows);
+}
+
+extern "C" struct attention_launch attention_append(const struct attention *a, int n_rows)
+{
+    return { "attention append", append_kernel, dim3(a->n_kv, n_rows), dim3(2 * WARP),
+             sizeof(float) * (a->head_k + a->head_v) };
+}
+
+extern "C" struct attention_launch attention_seal(const struct attention *a, int n_rows)
+{
+    return { "attention seal", seal_kernel, dim3(a->n_kv, n_rows, 2), dim3(128), 0 };
+}
+
+extern "C" struct attention_launch attention_prefill(const struct attention *a, int n_runs, size_t shared_limit)
+{
+    attention_launch l = { "attention prefill", NULL, dim3(a->n_kv, n_runs), dim3(PREFILL_WARPS * WARP), 0 };
+    l.kernel = a->head_v <= 64 ? prefill_kernel<64> : a->head_v <= 128 ? prefill_kernel<128> : prefill_kernel<256>;
+    l.shared = prefill_floats(*a) * sizeof(float) + (size_t)a->n_splits * (k_room(*a) + v_room(*a));
+    (void)shared_limit;
+    return l;
+}

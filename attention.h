@@ -1,0 +1,81 @@
+/* attention.h - attention over the cache on a CUDA device: what the kernels of attention.cu are given. All pointers are
+ * to memory that the device can read. */
+#ifndef ATTENTION_H
+#define ATTENTION_H
+
+#include <cuda_runtime.h>
+
+#include "kvcache.h"
+#include "model.h"
+
+/* The pages of one pool. */
+struct kv_store {
+    unsigned char *base;               /* NULL = there is no such pool */
+    size_t page_bytes, layer_bytes;
+    int n_kv, page_tiles;              /* heads; tiles of one head in a page */
+    int k_tile, v_tile;                /* bytes */
+    enum kv_type type_k, type_v;
+};
+
+/* What changes from step to step lies in device memory, so that a recorded step can be played again. */
+struct kv_row { int32_t token, sequence, pos; };
+struct kv_sequence {                   /* one sequence in one layer group; see struct kv_view */
+    const int32_t *main, *raw;         /* pages */
+    int sinks, window;
+};
+/* Neighbouring rows of one sequence that lie in the same block of 32 tokens. */
+struct kv_run { int row, n; };
+
+struct attention {
+    struct kv_store main, raw;
+    int layer;                         /* in its group */
+    int n_head, n_kv, head_k, head_v;
+    int n_rot;                         /* channels of a head that turn */
+    enum rope_order order;
+    float scale, cap, eps;
+    const float *qkv;                  /* [rows][ld]: queries, keys, values of a row side by side */
+    int ld;
+    const float *q_bias, *k_bias, *v_bias, *q_norm, *k_norm;     /* NULL = none */
+    const float *cs, *sn;              /* [rows][n_rot / 2] angles of the row's position */
+    const float *sink_cs, *sink_sn;    /* and of the position that it sees the sinks from */
+    const struct kv_row *rows;
+    const struct kv_sequence *sequences;           /* [sequences], stride KV_GROUPS */
+    int sequence_stride;
+    float *out;                        /* [rows][n_head * head_v] */
+    /* decode */
+    bool append;                       /* the row's own key and value are still to be put into the cache */
+    int n_splits;
+    float *part;                       /* [rows][n_head][n_splits][head_v + 2]: maximum, sum, values */
+    unsigned *arrived;                 /* [rows][n_kv * attention_parts], zero between launches */
+    /* prefill */
+    const struct kv_run *runs;
+};
+
+enum {
+    ATTENTION_GROUP = 16,              /* query heads of a KV head that one block serves; more share it between blocks */
+    PREFILL_QUERIES = 64               /* rows of a run times query heads of a KV head, at most */
+};
+
+/* Blocks that share a KV head's query heads. */
+KV_INLINE int attention_parts(int group) { return (group + ATTENTION_GROUP - 1) / ATTENTION_GROUP; }
+
+/* A kernel's launch, and the bytes of shared memory that it needs: launch(kernel, grid, block, shared bytes, arguments)
+ * is the caller's, so that it can time, record and name what runs. */
+struct attention_launch {
+    const char *name;
+    void (*kernel)(struct attention);
+    dim3 grid, block;
+    size_t shared;
+};
+
+/* Rows that each are the only one of their sequence in the batch: split over the keys. */
+struct attention_launch attention_decode(const struct attention *a, int n_rows);
+/* Keys and values of all rows into the cache, then the blocks that they complete sealed, then attention run by run. */
+struct attention_launch attention_append(const struct attention *a, int n_rows);
+struct attention_launch attention_seal(const struct attention *a, int n_rows);
+struct attention_launch attention_prefill(const struct attention *a, int n_runs, size_t shared_limit);
+
+/* Why this shape of heads is not served; NULL = it is. */
+const char *attention_refuses(int head_k, int head_v, int group);
+
+#endif
