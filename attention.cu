@@ -48,9 +48,19 @@ static __device__ inline bool is_raw(const attention &a, int pos, int block)
 {
     return a.raw.base && (block == 0 || block == pos / KV_BLOCK);
 }
+/* Pages of a block in the raw and in the main pool. */
+static __device__ inline int32_t raw_page(const kv_sequence &s, int block)
+{
+    return s.raw[block < 1 ? block : 1 + (block - 1) % s.raw_ring];
+}
+static __device__ inline int32_t main_page(const attention &a, const kv_sequence &s, int block)
+{
+    int page = block / a.main.page_tiles;
+    return s.main[page < s.low ? page : s.low + (page - s.low) % s.ring];
+}
 static __device__ inline int32_t page_of(const attention &a, const kv_sequence &s, int pos, int block)
 {
-    return is_raw(a, pos, block) ? s.raw[block] : s.main[block / a.main.page_tiles];
+    return is_raw(a, pos, block) ? raw_page(s, block) : main_page(a, s, block);
 }
 
 /* The blocks that rows [first row's position, last row's] of one sequence see: first those of the sinks, then those of
@@ -433,7 +443,7 @@ static __device__ void append_key(const attention &a, int r, int head, float *x)
     const kv_sequence &s = a.sequences[row.sequence * a.sequence_stride];
     const kv_store &to = a.raw.base ? a.raw : a.main;
     int block = row.pos / KV_BLOCK, t = row.pos % KV_BLOCK;
-    int32_t page = a.raw.base ? s.raw[block] : s.main[block / a.main.page_tiles];
+    int32_t page = page_of(a, s, row.pos, block);
     unsigned char *tile = keys_at(to, a.layer, head, page, block);
     const float *src = a.qkv + (size_t)r * a.ld + a.n_head * a.head_k + head * a.head_k;
     ready(a, x, a.head_k, src, a.k_bias ? a.k_bias + head * a.head_k : NULL, a.k_norm,
@@ -446,7 +456,7 @@ static __device__ void append_value(const attention &a, int r, int head, float *
     const kv_sequence &s = a.sequences[row.sequence * a.sequence_stride];
     const kv_store &to = a.raw.base ? a.raw : a.main;
     int block = row.pos / KV_BLOCK, t = row.pos % KV_BLOCK;
-    int32_t page = a.raw.base ? s.raw[block] : s.main[block / a.main.page_tiles];
+    int32_t page = page_of(a, s, row.pos, block);
     unsigned char *tile = values_at(to, a.layer, head, page, block);
     const float *src = a.qkv + (size_t)r * a.ld + (a.n_head + a.n_kv) * a.head_k + head * a.head_v;
     ready(a, x, a.head_v, src, a.v_bias ? a.v_bias + head * a.head_v : NULL, NULL, NULL, NULL, 1,
@@ -544,7 +554,7 @@ static __device__ void seal_row(const attention &a, int r, int head, bool keys, 
     const kv_row &row = a.rows[r];
     const kv_sequence &s = a.sequences[row.sequence * a.sequence_stride];
     int block = row.pos / KV_BLOCK;
-    int32_t from = s.raw[block], to = s.main[block / a.main.page_tiles];
+    int32_t from = raw_page(s, block), to = main_page(a, s, block);
     if (keys)
         seal_tile((const uint16_t *)keys_at(a.raw, a.layer, head, from, block),
                   keys_at(a.main, a.layer, head, to, block), a.main.type_k, a.head_k, true);
@@ -613,10 +623,10 @@ static __device__ void join(const float *part, int n, size_t stride, int head_v,
 }
 
 /* Floats of shared memory in front of the stages: queries, weights, a vector for each warp. */
-template <int G> static __host__ __device__ inline int decode_floats(const attention &a)
+template <int G> static __host__ __device__ inline int decode_floats(const attention &a, int warps)
 {
     int wide = a.head_k > a.head_v ? a.head_k : a.head_v;
-    return (a.head_k * G + DECODE_WARPS * (KV_BLOCK * G + wide) + 3) / 4 * 4;
+    return (a.head_k * G + warps * (KV_BLOCK * G + wide) + 3) / 4 * 4;
 }
 
 template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS * WARP) decode_kernel(attention a)
@@ -625,14 +635,14 @@ template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS *
     __shared__ bool final;
     int group = a.n_head / a.n_kv, parts = attention_parts(group), each = (group + parts - 1) / parts;
     int head = blockIdx.y / parts, g0 = blockIdx.y % parts * each, n_g = group - g0 < each ? group - g0 : each;
-    int r = blockIdx.z, split = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    int r = blockIdx.z, split = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
     int h0 = head * group + g0;
     wait_for_previous();
     const kv_row row = a.rows[r];
     const kv_sequence s = a.sequences[row.sequence * a.sequence_stride];
     blocks seen = blocks_of(s, row.pos, row.pos);
     int chunk = (seen.count + a.n_splits - 1) / a.n_splits;
-    if (chunk < DECODE_WARPS) chunk = DECODE_WARPS;
+    if (chunk < warps) chunk = warps;
     int used = (seen.count + chunk - 1) / chunk;
     let_next_start();
     if (split >= used) return;
@@ -640,14 +650,14 @@ template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS *
 
     float *q = (float *)smem, *p = q + a.head_k * G + warp * KV_BLOCK * G;
     int wide = a.head_k > a.head_v ? a.head_k : a.head_v;
-    float *x = q + a.head_k * G + DECODE_WARPS * KV_BLOCK * G + warp * wide;
-    unsigned char *stages = (unsigned char *)(q + decode_floats<G>(a));
+    float *x = q + a.head_k * G + warps * KV_BLOCK * G + warp * wide;
+    unsigned char *stages = (unsigned char *)(q + decode_floats<G>(a, warps));
     int stage_bytes = k_room(a) + v_room(a);
     unsigned char *mine = stages + warp * STAGES * stage_bytes;
 
     if (a.append && split == used - 1) {
         if (warp == 0) append_key(a, r, head, x);
-        if (warp == 1) append_value(a, r, head, x);
+        if (warp == warps - 1) append_value(a, r, head, x);
         __syncthreads();
         if (completes(a, r)) seal_row(a, r, head, true, true);
     }
@@ -661,7 +671,7 @@ template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS *
         if (from >= to) continue;
         kv_range range = sinks ? kv_sink_range(row.pos, s.sinks, s.window) : kv_window_range(row.pos, s.sinks, s.window);
         __syncthreads();
-        for (int g = warp; g < n_g; g += DECODE_WARPS) ready_query(a, r, h0 + g, sinks, x, q, G, g);
+        for (int g = warp; g < n_g; g += warps) ready_query(a, r, h0 + g, sinks, x, q, G, g);
         if (threadIdx.x < G) first[threadIdx.x] = (int)range.first, last[threadIdx.x] = (int)range.last;
         __syncthreads();
         int i = from + warp, stage = 0;
@@ -671,14 +681,14 @@ template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS *
             fetch(a, head, row.pos, block, page_of(a, s, row.pos, block), mine, k_room(a), lane, WARP);
         }
         __pipeline_commit();
-        if (i + DECODE_WARPS < to) page = page_of(a, s, row.pos, block_number(seen, i + DECODE_WARPS));
-        for (; i < to; i += DECODE_WARPS, stage ^= 1) {
-            int next = i + DECODE_WARPS, block = block_number(seen, i);
+        if (i + warps < to) page = page_of(a, s, row.pos, block_number(seen, i + warps));
+        for (; i < to; i += warps, stage ^= 1) {
+            int next = i + warps, block = block_number(seen, i);
             if (next < to)
                 fetch(a, head, row.pos, block_number(seen, next), page, mine + (stage ^ 1) * stage_bytes, k_room(a), lane,
                       WARP);
             __pipeline_commit();
-            if (next + DECODE_WARPS < to) page = page_of(a, s, row.pos, block_number(seen, next + DECODE_WARPS));
+            if (next + warps < to) page = page_of(a, s, row.pos, block_number(seen, next + warps));
             __pipeline_wait_prior(1);
             __syncwarp();
             int t0 = (int)range.first - block * KV_BLOCK, t1 = (int)range.last + 1 - block * KV_BLOCK;
@@ -694,7 +704,7 @@ template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS *
     size_t stride = a.head_v + 2;
 #pragma unroll
     for (int g = 0; g < G; g++) {
-        float l = warp_sum(st.l[g]), *at = meet + (g * DECODE_WARPS + warp) * stride;
+        float l = warp_sum(st.l[g]), *at = meet + (g * warps + warp) * stride;
         if (lane == 0) at[0] = st.m[g], at[1] = l;
 #pragma unroll
         for (int j = 0; j < channels<HV>::PIECES; j++)
@@ -705,9 +715,9 @@ template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS *
             }
     }
     __syncthreads();
-    for (int g = warp; g < n_g; g += DECODE_WARPS) {
+    for (int g = warp; g < n_g; g += warps) {
         float m, l;
-        join(meet + g * DECODE_WARPS * stride, DECODE_WARPS, stride, a.head_v, x, &m, &l);
+        join(meet + g * warps * stride, warps, stride, a.head_v, x, &m, &l);
         if (used == 1) {
             finish(a, r, h0 + g, x, l);
             continue;
@@ -730,7 +740,7 @@ template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS *
     __syncthreads();
     if (!final) return;
     __threadfence();
-    for (int g = warp; g < n_g; g += DECODE_WARPS) {
+    for (int g = warp; g < n_g; g += warps) {
         float m, l;
         join(a.part + ((size_t)r * a.n_head + h0 + g) * a.n_splits * stride, used, stride, a.head_v, x, &m, &l);
         finish(a, r, h0 + g, x, l);
@@ -745,7 +755,6 @@ static __host__ __device__ inline int prefill_floats(const attention &a)
     return a.head_k * PREFILL_QUERIES + PREFILL_WARPS * (KV_BLOCK * PREFILL_EACH + (wide + 3) / 4 * 4);
 }
 
-/* a.n_splits: stages, 1 or 2. */
 template <int HV> static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(attention a)
 {
     constexpr int EACH = PREFILL_EACH;
@@ -763,7 +772,7 @@ template <int HV> static __global__ void __launch_bounds__(PREFILL_WARPS * WARP)
     float *q = (float *)smem, *p = q + a.head_k * PREFILL_QUERIES + warp * KV_BLOCK * EACH;
     float *x = q + a.head_k * PREFILL_QUERIES + PREFILL_WARPS * KV_BLOCK * EACH + warp * wide;
     unsigned char *stages = (unsigned char *)(q + prefill_floats(a));
-    int stage_bytes = k_room(a) + v_room(a);
+    int stage_bytes = k_room(a) + v_room(a), n_stages = a.stages;
 
     state<EACH, HV> st;
     start(st);
@@ -780,21 +789,21 @@ template <int HV> static __global__ void __launch_bounds__(PREFILL_WARPS * WARP)
         }
         int low = sinks ? 0 : (int)kv_window_range(row.pos, s.sinks, s.window).first;
         int top = sinks && high >= s.sinks ? s.sinks - 1 : high;
-        for (int ahead = 0; ahead < a.n_splits - 1; ahead++) {
+        for (int ahead = 0; ahead < n_stages - 1; ahead++) {
             int block = block_number(seen, from + ahead);
             if (from + ahead < to)
                 fetch(a, head, row.pos, block, page_of(a, s, row.pos, block), stages, k_room(a), threadIdx.x, blockDim.x);
             __pipeline_commit();
         }
         for (int i = from, stage = 0; i < to; i++) {
-            int next = i + a.n_splits - 1, block = block_number(seen, i), put = a.n_splits == 2 ? stage ^ 1 : 0;
+            int next = i + n_stages - 1, block = block_number(seen, i), put = n_stages == 2 ? stage ^ 1 : 0;
             if (next < to) {
                 int b = block_number(seen, next);
                 fetch(a, head, row.pos, b, page_of(a, s, row.pos, b), stages + put * stage_bytes, k_room(a), threadIdx.x,
                       blockDim.x);
             }
             __pipeline_commit();
-            if (a.n_splits == 2) __pipeline_wait_prior(1);
+            if (n_stages == 2) __pipeline_wait_prior(1);
             else __pipeline_wait_prior(0);
             __syncthreads();
             int t0 = low - block * KV_BLOCK, t1 = top + 1 - block * KV_BLOCK;
@@ -834,23 +843,28 @@ extern "C" const char *attention_refuses(int head_k, int head_v, int group)
     return NULL;
 }
 
-template <int G> static attention_launch decode_of(const attention *a, int n_rows)
+template <int G> static attention_launch decode_of(const attention *a, int n_rows, size_t shared_limit)
 {
-    int group = a->n_head / a->n_kv;
-    attention_launch l = { "attention decode", NULL, dim3(a->n_splits, a->n_kv * attention_parts(group), n_rows),
-                           dim3(DECODE_WARPS * WARP), 0 };
+    int group = a->n_head / a->n_kv, warps = DECODE_WARPS + 1;
+    attention_launch l = { "attention decode", NULL, dim3(a->n_splits, a->n_kv * attention_parts(group), n_rows), dim3(0),
+                           0 };
     l.kernel = a->head_v <= 64 ? decode_kernel<G, 64> : a->head_v <= 128 ? decode_kernel<G, 128> : decode_kernel<G, 256>;
-    size_t stages = (size_t)DECODE_WARPS * STAGES * (k_room(*a) + v_room(*a));
-    size_t meet = (size_t)G * DECODE_WARPS * (a->head_v + 2) * sizeof(float);
-    l.shared = decode_floats<G>(*a) * sizeof(float) + (stages > meet ? stages : meet);
+    do {                               /* large heads of wide types leave room for fewer warps */
+        warps--;
+        size_t stages = (size_t)warps * STAGES * (k_room(*a) + v_room(*a));
+        size_t meet = (size_t)G * warps * (a->head_v + 2) * sizeof(float);
+        l.shared = decode_floats<G>(*a, warps) * sizeof(float) + (stages > meet ? stages : meet);
+    } while (l.shared > shared_limit && warps > 1);
+    l.block = dim3(warps * WARP);
     return l;
 }
 
-extern "C" struct attention_launch attention_decode(const struct attention *a, int n_rows)
+extern "C" struct attention_launch attention_decode(const struct attention *a, int n_rows, size_t shared_limit)
 {
     int group = a->n_head / a->n_kv, parts = attention_parts(group), each = (group + parts - 1) / parts;
-    return each == 1 ? decode_of<1>(a, n_rows) : each == 2 ? decode_of<2>(a, n_rows) : each <= 4 ? decode_of<4>(a, n_rows)
-         : each <= 8 ? decode_of<8>(a, n_rows) : decode_of<16>(a, n_rows);
+    return each == 1 ? decode_of<1>(a, n_rows, shared_limit) : each == 2 ? decode_of<2>(a, n_rows, shared_limit)
+         : each <= 4 ? decode_of<4>(a, n_rows, shared_limit) : each <= 8 ? decode_of<8>(a, n_rows, shared_limit)
+         : decode_of<16>(a, n_rows, shared_limit);
 }
 
 extern "C" struct attention_launch attention_append(const struct attention *a, int n_rows)
@@ -864,11 +878,19 @@ extern "C" struct attention_launch attention_seal(const struct attention *a, int
     return { "attention seal", seal_kernel, dim3(a->n_kv, n_rows, 2), dim3(128), 0 };
 }
 
-extern "C" struct attention_launch attention_prefill(const struct attention *a, int n_runs, size_t shared_limit)
+static size_t prefill_shared(const attention *a, int stages)
 {
-    attention_launch l = { "attention prefill", NULL, dim3(a->n_kv, n_runs), dim3(PREFILL_WARPS * WARP), 0 };
-    l.kernel = a->head_v <= 64 ? prefill_kernel<64> : a->head_v <= 128 ? prefill_kernel<128> : prefill_kernel<256>;
-    l.shared = prefill_floats(*a) * sizeof(float) + (size_t)a->n_splits * (k_room(*a) + v_room(*a));
-    (void)shared_limit;
-    return l;
+    return prefill_floats(*a) * sizeof(float) + (size_t)stages * (k_room(*a) + v_room(*a));
+}
+
+extern "C" int attention_prefill_stages(const struct attention *a, size_t shared_limit)
+{
+    return prefill_shared(a, 2) <= shared_limit ? 2 : 1;
+}
+
+extern "C" struct attention_launch attention_prefill(const struct attention *a, int n_runs)
+{
+    return { "attention prefill",
+             a->head_v <= 64 ? prefill_kernel<64> : a->head_v <= 128 ? prefill_kernel<128> : prefill_kernel<256>,
+             dim3(a->n_kv, n_runs), dim3(PREFILL_WARPS * WARP), prefill_shared(a, a->stages) };
 }

@@ -20,7 +20,8 @@ struct kv_store {
 /* What changes from step to step lies in device memory, so that a recorded step can be played again. */
 struct kv_row { int32_t token, sequence, pos; };
 struct kv_sequence {                   /* one sequence in one layer group; see struct kv_view */
-    const int32_t *main, *raw;         /* pages */
+    const int32_t *main, *raw;         /* pages: as in the sequence's own table up to `low` (raw: 1), then a ring */
+    int low, ring, raw_ring;
     int sinks, window;
 };
 /* Neighbouring rows of one sequence that lie in the same block of 32 tokens. */
@@ -49,6 +50,7 @@ struct attention {
     unsigned *arrived;                 /* [rows][n_kv * attention_parts], zero between launches */
     /* prefill */
     const struct kv_run *runs;
+    int stages;                        /* tiles in shared memory, 1 or 2: attention_prefill_stages */
 };
 
 enum {
@@ -59,8 +61,7 @@ enum {
 /* Blocks that share a KV head's query heads. */
 KV_INLINE int attention_parts(int group) { return (group + ATTENTION_GROUP - 1) / ATTENTION_GROUP; }
 
-/* A kernel's launch, and the bytes of shared memory that it needs: launch(kernel, grid, block, shared bytes, arguments)
- * is the caller's, so that it can time, record and name what runs. */
+/* What is to be launched, with the struct as its argument; the launch itself is the caller's. */
 struct attention_launch {
     const char *name;
     void (*kernel)(struct attention);
@@ -68,14 +69,16 @@ struct attention_launch {
     size_t shared;
 };
 
-/* Rows that each are the only one of their sequence in the batch: split over the keys. */
-struct attention_launch attention_decode(const struct attention *a, int n_rows);
+/* Rows that each are the only one of their sequence in the batch: split over the keys. shared_limit: bytes of shared
+ * memory that a block may have. */
+struct attention_launch attention_decode(const struct attention *a, int n_rows, size_t shared_limit);
 /* Keys and values of all rows into the cache, then the blocks that they complete sealed, then attention run by run. */
 struct attention_launch attention_append(const struct attention *a, int n_rows);
 struct attention_launch attention_seal(const struct attention *a, int n_rows);
-struct attention_launch attention_prefill(const struct attention *a, int n_runs, size_t shared_limit);
+struct attention_launch attention_prefill(const struct attention *a, int n_runs);
+int attention_prefill_stages(const struct attention *a, size_t shared_limit);
 
-/* Why this shape of heads is not served; NULL = it is. */
+/* Why heads of these sizes are not served; NULL = they are. */
 const char *attention_refuses(int head_k, int head_v, int group);
 
 #endif

@@ -1,0 +1,1577 @@
+/* cuda.cu - the CUDA backend: weights on the device, and the forward pass as kernels of one stream.
+ *
+ * A step of up to FEW rows multiplies matrices by kernels of its own, five launches a layer: query-key-value, attention,
+ * attention output, gate and up, down. Each product makes its input ready itself: the residual sum, the norm and the
+ * activations' int8 blocks (those of the CPU backend) are computed by every block of threads for itself, which costs
+ * less than a launch. More rows are multiplied by cuBLAS, tile by tile of a weight matrix in f16 (F32 and BF16 weights
+ * and what they meet: f32). A step in which each row is of another sequence and wants logits is recorded once as a graph
+ * for its number of rows; what changes from step to step lies in device memory.
+ *
+ * Budgets, checked by tests/test_cuda_static.py: registers a thread, shared memory set statically.
+ *
+ *     kernel              registers  static shared
+ *     product<1>          128        64
+ *     product<4>          168        64
+ *     product<8>          255        64
+ *     all others          64         256
+ */
+#include <cublas_v2.h>
+#include <stdlib.h>
+#include <string.h>
+
+extern "C" {
+#include "attention.h"
+#include "backend.h"
+}
+#include "device.h"
+
+#ifndef CUDA_LABEL
+#define CUDA_LABEL(pointer, what)
+#endif
+
+extern __shared__ unsigned char smem[];
+
+enum {
+    FEW = 8,                           /* rows that are multiplied without cuBLAS */
+    PRODUCT_WARPS = 8,
+    TILE_BYTES = 64 << 20,             /* of a weight matrix in f16 for cuBLAS */
+    STAGING_BYTES = 16 << 20,          /* of the file on its way to the device */
+    BEST_BLOCKS = 32                   /* blocks that look for a row's largest logit */
+};
+
+/* ---- weights: bit planes of blocks of 32 columns ------------------------------------------------------------------------
+ *
+ * Of a block's 32 codes the low four bits (eight in Q8_0, two in Q2_K and Q3_K) are in plane `a`, what is left in `h`:
+ *
+ *     a   4 bits: 16 bytes, byte i = code i | code i+16 << 4     8 bits: codes 0..15, the others in plane `b`
+ *         2 bits: 8 bytes, half p: bits 8k + 2j of word p are those of code 16p + 4j + k
+ *     h   1 bit: 4 bytes, bit 8k + j is that of code 4j + k      2 bits: 8 bytes, as two bits of a
+ *     s   what scales the block: 16 bits (Q4_1, Q5_1: 32)        d   one or two f16 for 8 blocks (types of 256 weights)
+ *
+ * so that four neighbouring codes come out of a word by one shift and one mask. Lane l of a warp takes blocks l, l + 32,
+ * ...: every load of a warp is one piece of memory. Float weights: rows as they are, padded to a multiple of 8. */
+struct weight {
+    enum tensor_type type;
+    int rows, cols;
+    int nb;                            /* blocks of a row; of float types: columns with padding */
+    unsigned char *a, *b, *h, *s, *d;
+};
+
+static __host__ __device__ inline bool is_float(enum tensor_type t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
+/* Bits of a code in planes a (8: a and b) and h. */
+static __host__ __device__ constexpr int low_bits(int t) { return t == T_Q8_0 ? 8 : t == T_Q2_K || t == T_Q3_K ? 2 : 4; }
+static __host__ __device__ constexpr int high_bits(int t)
+{
+    return t == T_Q5_0 || t == T_Q5_1 || t == T_Q5_K || t == T_Q3_K ? 1 : t == T_Q6_K ? 2 : 0;
+}
+static __host__ __device__ constexpr bool of_256(int t)
+{
+    return t == T_Q2_K || t == T_Q3_K || t == T_Q4_K || t == T_Q5_K || t == T_Q6_K || t == T_IQ4_XS;
+}
+static __host__ __device__ constexpr bool has_halves(int t) { return t == T_Q2_K || t == T_Q3_K || t == T_Q6_K; }
+static __host__ __device__ constexpr int scale_bytes(int t) { return t == T_Q4_1 || t == T_Q5_1 ? 4 : 2; }
+static __host__ __device__ constexpr int super_bytes(int t)
+{
+    return !of_256(t) ? 0 : t == T_Q2_K || t == T_Q4_K || t == T_Q5_K ? 4 : 2;
+}
+
+/* Calls CALL(type) with the type as a constant. */
+#define FOR_QUANTISED(type, CALL) \
+    switch (type) { \
+    case T_Q4_0: CALL(T_Q4_0); break; \
+    case T_Q4_1: CALL(T_Q4_1); break; \
+    case T_Q5_0: CALL(T_Q5_0); break; \
+    case T_Q5_1: CALL(T_Q5_1); break; \
+    case T_Q8_0: CALL(T_Q8_0); break; \
+    case T_Q2_K: CALL(T_Q2_K); break; \
+    case T_Q3_K: CALL(T_Q3_K); break; \
+    case T_Q4_K: CALL(T_Q4_K); break; \
+    case T_Q5_K: CALL(T_Q5_K); break; \
+    case T_Q6_K: CALL(T_Q6_K); break; \
+    case T_IQ4_NL: CALL(T_IQ4_NL); break; \
+    case T_IQ4_XS: CALL(T_IQ4_XS); break; \
+    default: break; \
+    }
+
+/* A block as it comes from memory. */
+template <int T> struct raw_block { uint32_t a[low_bits(T) == 2 ? 2 : low_bits(T)], h[2], s, d; };
+
+template <int T> static __device__ inline raw_block<T> load_block(const weight &w, int row, int b)
+{
+    raw_block<T> r;
+    size_t i = (size_t)row * w.nb + b;
+    if (low_bits(T) == 2) {
+        uint2 v = stream_load((const uint2 *)w.a + i);
+        r.a[0] = v.x, r.a[1] = v.y;
+    } else {
+        uint4 v = stream_load((const uint4 *)w.a + i);
+        constexpr int A = low_bits(T) == 2 ? 0 : 1;
+        r.a[0] = v.x, r.a[1] = v.y, r.a[2 * A] = v.z, r.a[3 * A] = v.w;
+        if (low_bits(T) == 8) {
+            constexpr int B = low_bits(T) == 8 ? 4 : 0;
+            v = stream_load((const uint4 *)w.b + i);
+            r.a[B] = v.x, r.a[B + (B > 0)] = v.y, r.a[B + 2 * (B > 0)] = v.z, r.a[B + 3 * (B > 0)] = v.w;
+        }
+    }
+    if (high_bits(T) == 1) r.h[0] = stream_load((const uint32_t *)w.h + i);
+    if (high_bits(T) == 2) {
+        uint2 v = stream_load((const uint2 *)w.h + i);
+        r.h[0] = v.x, r.h[1] = v.y;
+    }
+    r.s = scale_bytes(T) == 4 ? stream_load((const uint32_t *)w.s + i) : stream_load((const uint16_t *)w.s + i);
+    if (of_256(T)) {
+        size_t j = (size_t)row * (w.nb / 8) + b / 8;
+        r.d = super_bytes(T) == 4 ? ((const uint32_t *)w.d)[j] : ((const uint16_t *)w.d)[j];
+    }
+    return r;
+}
+
+/* A block ready to be multiplied: 32 signed codes; a weight is d * (s0 or s1 of its half) * code + (m0 or m1). */
+struct block { uint32_t q[8]; float d; int s0, s1; float m0, m1; };
+
+/* The levels of IQ4_NL (quant.c) at the four low nibbles of a word's bytes. */
+static __device__ inline uint32_t iq4_levels(uint32_t x)
+{
+    uint32_t y = x | x >> 4, pick = ((y & 0xff) | (y >> 8 & 0xff00)) & 0x7777, upper = (x >> 3 & 0x01010101u) * 255;
+    uint32_t low = __byte_perm(0xbfad9881u, 0xf6eaddcfu, pick), high = __byte_perm(0x26190d01u, 0x71594535u, pick);
+    return (high & upper) | (low & ~upper);
+}
+
+template <int T> static __device__ inline block unpack(const raw_block<T> &r)
+{
+    block b;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (low_bits(T) == 8) b.q[j] = r.a[j];
+        else if (low_bits(T) == 2) b.q[j] = r.a[j / 4] >> 2 * (j % 4) & 0x03030303u;
+        else b.q[j] = r.a[j % 4] >> j / 4 * 4 & 0x0f0f0f0fu;
+        if (high_bits(T) == 1) b.q[j] |= (r.h[0] >> j & 0x01010101u) << low_bits(T);
+        if (high_bits(T) == 2) b.q[j] |= (r.h[j / 4] >> 2 * (j % 4) & 0x03030303u) << 4;
+        if (T == T_Q4_0) b.q[j] = bytes_minus(b.q[j], 8);
+        if (T == T_Q5_0) b.q[j] = bytes_minus(b.q[j], 16);
+        if (T == T_Q3_K) b.q[j] = bytes_minus(b.q[j], 4);
+        if (T == T_Q6_K) b.q[j] = bytes_minus(b.q[j], 32);
+        if (T == T_IQ4_NL || T == T_IQ4_XS) b.q[j] = iq4_levels(b.q[j]);
+    }
+    b.s0 = b.s1 = 1;
+    b.m0 = b.m1 = 0;
+    if (T == T_Q4_K || T == T_Q5_K) {
+        b.d = low_half(r.d) * (float)(r.s & 255);
+        b.m0 = b.m1 = -(high_half(r.d) * (float)(r.s >> 8 & 255));
+    } else if (T == T_Q2_K) {
+        b.d = low_half(r.d);
+        b.s0 = r.s & 15, b.s1 = r.s >> 8 & 15;
+        b.m0 = -(high_half(r.d) * (float)(r.s >> 4 & 15)), b.m1 = -(high_half(r.d) * (float)(r.s >> 12 & 15));
+    } else if (T == T_Q3_K || T == T_Q6_K) {
+        b.d = low_half(r.d);
+        b.s0 = (int8_t)r.s, b.s1 = (int8_t)(r.s >> 8);
+    } else if (T == T_IQ4_XS) b.d = low_half(r.d) * (float)(int8_t)r.s;
+    else {
+        b.d = low_half(r.s);
+        if (scale_bytes(T) == 4) b.m0 = b.m1 = high_half(r.s);
+    }
+    return b;
+}
+
+/* The 32 weights in the order of operations of quant.c. */
+static __device__ inline float weight_of(const block &b, int i)
+{
+    int code = (int8_t)(b.q[i / 4] >> i % 4 * 8);
+    return b.d * (float)(i < 16 ? b.s0 : b.s1) * (float)code + (i < 16 ? b.m0 : b.m1);
+}
+
+/* Weight (row, column) of a float type. */
+static __device__ inline float float_weight(const weight &w, size_t at)
+{
+    if (w.type == T_F32) return ((const float *)w.a)[at];
+    uint16_t h = ((const uint16_t *)w.a)[at];
+    return w.type == T_F16 ? half_to_float(h) : bf16_to_float(h);
+}
+
+/* ---- repacking, on the device ------------------------------------------------------------------------------------------- */
+
+static __device__ inline int nibble(const uint8_t *qs, int i) { return qs[i % 16] >> i / 16 * 4 & 15; }
+static __device__ inline int fifth(const uint8_t *qh, int i) { return (qh[i / 8] >> i % 8 & 1) << 4; }
+static __device__ inline int two_bits(const uint8_t *qs, int i) { return qs[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3; }
+static __device__ inline uint32_t two_bytes(const uint8_t *p) { return p[0] | p[1] << 8; }
+
+/* Code i of block b of a row as it stands in the file, unsigned (quant.h draws the layouts). */
+static __device__ int file_code(enum tensor_type type, const uint8_t *row, int b, int i)
+{
+    int g = b % 8, at = g * 32 + i;
+    switch (type) {
+    case T_Q4_0: case T_IQ4_NL: return nibble(row + b * 18 + 2, i);
+    case T_Q4_1: return nibble(row + b * 20 + 4, i);
+    case T_Q5_0: return nibble(row + b * 22 + 6, i) | fifth(row + b * 22 + 2, i);
+    case T_Q5_1: return nibble(row + b * 24 + 8, i) | fifth(row + b * 24 + 4, i);
+    case T_Q8_0: return row[b * 34 + 2 + i];
+    case T_Q2_K: return two_bits(row + b / 8 * 84 + 16, at);
+    case T_Q3_K: row += b / 8 * 110; return two_bits(row + 32, at) | (row[i] >> g & 1) << 2;
+    case T_Q4_K: return row[b / 8 * 144 + 16 + g / 2 * 32 + i] >> g % 2 * 4 & 15;
+    case T_Q5_K: row += b / 8 * 176; return (row[48 + g / 2 * 32 + i] >> g % 2 * 4 & 15) | (row[16 + i] >> g & 1) << 4;
+    case T_Q6_K:
+        row += b / 8 * 210;
+        return (row[at / 128 * 64 + at % 64] >> at % 128 / 64 * 4 & 15) | two_bits(row + 128, at) << 4;
+    default: return nibble(row + b / 8 * 136 + 8 + g * 16, i);          /* IQ4_XS */
+    }
+}
+
+/* Scale and minimum of group g of Q4_K and Q5_K: see k_scale_min. */
+static __device__ inline uint32_t k_scales(const uint8_t *s, int g)
+{
+    int scale = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
+    int min = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4;
+    return (uint32_t)(scale | min << 8);
+}
+static __device__ inline int q3_scale(const uint8_t *s, int g)
+{
+    return ((s[g % 8] >> g / 8 * 4 & 15) | (s[8 + g % 4] >> g / 4 * 2 & 3) << 4) - 32;
+}
+
+/* What scales block b, and the numbers of its 256 weights, as planes s and d hold them. */
+static __device__ void file_scales(enum tensor_type type, const uint8_t *row, int b, uint32_t *s, uint32_t *d)
+{
+    int g = b % 8;
+    *d = 0;
+    switch (type) {
+    case T_Q4_0: case T_IQ4_NL: *s = two_bytes(row + b * 18); break;
+    case T_Q5_0: *s = two_bytes(row + b * 22); break;
+    case T_Q8_0: *s = two_bytes(row + b * 34); break;
+    case T_Q4_1: row += b * 20; *s = two_bytes(row) | two_bytes(row + 2) << 16; break;
+    case T_Q5_1: row += b * 24; *s = two_bytes(row) | two_bytes(row + 2) << 16; break;
+    case T_Q2_K: row += b / 8 * 84; *s = two_bytes(row + 2 * g), *d = two_bytes(row + 80) | two_bytes(row + 82) << 16; break;
+    case T_Q3_K:
+        row += b / 8 * 110;
+        *s = (uint32_t)(q3_scale(row + 96, 2 * g) & 255) | (uint32_t)(q3_scale(row + 96, 2 * g + 1) & 255) << 8;
+        *d = two_bytes(row + 108);
+        break;
+    case T_Q4_K: row += b / 8 * 144; *s = k_scales(row + 4, g), *d = two_bytes(row) | two_bytes(row + 2) << 16; break;
+    case T_Q5_K: row += b / 8 * 176; *s = k_scales(row + 4, g), *d = two_bytes(row) | two_bytes(row + 2) << 16; break;
+    case T_Q6_K: row += b / 8 * 210; *s = two_bytes(row + 192 + 2 * g), *d = two_bytes(row + 208); break;
+    default:                           /* IQ4_XS */
+        row += b / 8 * 136;
+        *s = (uint32_t)(((row[4 + g / 2] >> g % 2 * 4 & 15) | (two_bytes(row + 2) >> 2 * g & 3) << 4) - 32) & 255;
+        *d = two_bytes(row);
+    }
+}
+
+/* file: `n` rows from row0 on, of `bytes` each, as in the file. One thread a block of 32 (float types: a weight). */
+static __global__ void repack_kernel(weight w, const uint8_t *file, int row0, int n, size_t bytes)
+{
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (size_t)n * w.nb) return;
+    int r = (int)(i / w.nb), b = (int)(i % w.nb);
+    const uint8_t *row = file + r * bytes;
+    size_t to = (size_t)(row0 + r) * w.nb + b;
+    if (is_float(w.type)) {
+        bool in = b < w.cols;
+        if (w.type == T_F32) ((float *)w.a)[to] = in ? ((const float *)row)[b] : 0;
+        else ((uint16_t *)w.a)[to] = in ? ((const uint16_t *)row)[b] : 0;
+        return;
+    }
+    uint32_t a[8] = { 0 }, h[2] = { 0 }, s, d;
+    int low = low_bits(w.type), high = high_bits(w.type);
+    for (int c = 0; c < 32; c++) {
+        uint32_t code = (uint32_t)file_code(w.type, row, b, c);
+        int j = c / 4, k = c % 4;
+        if (low == 8) a[j] |= code << 8 * k;
+        else if (low == 4) a[j % 4] |= (code & 15) << (8 * k + j / 4 * 4);
+        else a[j / 4] |= (code & 3) << (8 * k + 2 * (j % 4));
+        if (high == 1) h[0] |= (code >> low & 1) << (8 * k + j);
+        if (high == 2) h[j / 4] |= (code >> 4 & 3) << (8 * k + 2 * (j % 4));
+    }
+    if (low == 2) ((uint2 *)w.a)[to] = make_uint2(a[0], a[1]);
+    else ((uint4 *)w.a)[to] = make_uint4(a[0], a[1], a[2], a[3]);
+    if (low == 8) ((uint4 *)w.b)[to] = make_uint4(a[4], a[5], a[6], a[7]);
+    if (high == 1) ((uint32_t *)w.h)[to] = h[0];
+    if (high == 2) ((uint2 *)w.h)[to] = make_uint2(h[0], h[1]);
+    file_scales(w.type, row, b, &s, &d);
+    if (scale_bytes(w.type) == 4) ((uint32_t *)w.s)[to] = s;
+    else ((uint16_t *)w.s)[to] = (uint16_t)s;
+    if (!of_256(w.type) || b % 8) return;
+    size_t at = (size_t)(row0 + r) * (w.nb / 8) + b / 8;
+    if (super_bytes(w.type) == 4) ((uint32_t *)w.d)[at] = d;
+    else ((uint16_t *)w.d)[at] = (uint16_t)d;
+}
+
+/* out[rows][nb * 32] = rows [row0, row0 + n) in f16. One thread a block. */
+static __global__ void dequantise_kernel(weight w, int row0, int n, uint16_t *out)
+{
+    wait_for_previous();
+    let_next_start();
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (size_t)n * w.nb) return;
+    block b;
+#define UNPACK(T) b = unpack<T>(load_block<T>(w, row0 + (int)(i / w.nb), (int)(i % w.nb)))
+    FOR_QUANTISED(w.type, UNPACK)
+#undef UNPACK
+    uint4 *to = (uint4 *)out + i * 4;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        uint32_t v[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            v[j] = float_to_half(weight_of(b, 8 * k + 2 * j)) | (uint32_t)float_to_half(weight_of(b, 8 * k + 2 * j + 1)) << 16;
+        to[k] = make_uint4(v[0], v[1], v[2], v[3]);
+    }
+}
+
+/* bf16 -> f32, which cuBLAS multiplies with f32. */
+static __global__ void widen_kernel(const uint16_t *in, size_t n, float *out)
+{
+    wait_for_previous();
+    let_next_start();
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = bf16_to_float(in[i]);
+}
+
+/* ---- a row's start: embedding and angles ----------------------------------------------------------------------------------- */
+
+struct start {
+    weight embd;
+    float embd_scale;
+    const kv_row *rows;
+    const kv_sequence *sequences;
+    float *x;                          /* [rows][n_embd] */
+    int n_embd, half;                  /* half: pairs that turn */
+    const double *freq[KV_GROUPS];     /* [half] radians per position */
+    float scale[KV_GROUPS];
+    float *cs[KV_GROUPS], *sn[KV_GROUPS], *sink_cs, *sink_sn;      /* [rows][half] */
+};
+
+static __device__ inline void angle(double freq, int pos, float scale, float *cs, float *sn)
+{
+    double s, c;
+    sincos((double)pos * freq, &s, &c);
+    *cs = (float)(c * scale);
+    *sn = (float)(s * scale);
+}
+
+static __global__ void __launch_bounds__(128) start_kernel(start s)
+{
+    wait_for_previous();
+    let_next_start();
+    int r = blockIdx.x;
+    kv_row row = s.rows[r];
+    kv_sequence seq = s.sequences[row.sequence * KV_GROUPS + KV_GLOBAL];
+    float *x = s.x + (size_t)r * s.n_embd;
+    if (is_float(s.embd.type))
+        for (int i = threadIdx.x; i < s.n_embd; i += blockDim.x)
+            x[i] = float_weight(s.embd, (size_t)row.token * s.embd.nb + i) * s.embd_scale;
+    else
+        for (int i = threadIdx.x; i < s.n_embd; i += blockDim.x) {
+            block b;
+#define UNPACK(T) b = unpack<T>(load_block<T>(s.embd, row.token, i / 32))
+            FOR_QUANTISED(s.embd.type, UNPACK)
+#undef UNPACK
+            x[i] = weight_of(b, i % 32) * s.embd_scale;
+        }
+    for (int i = threadIdx.x; i < s.half; i += blockDim.x) {
+        size_t at = (size_t)r * s.half + i;
+        for (int g = 0; g < KV_GROUPS; g++) angle(s.freq[g][i], row.pos, s.scale[g], s.cs[g] + at, s.sn[g] + at);
+        if (seq.sinks)
+            angle(s.freq[KV_GLOBAL][i], (int)kv_sink_range(row.pos, seq.sinks, seq.window).query, s.scale[KV_GLOBAL],
+                  s.sink_cs + at, s.sink_sn + at);
+    }
+}
+
+/* ---- a product's input ---------------------------------------------------------------------------------------------------- */
+
+/* The residual stream's next state and its norm: x' = x + (y + bias), of which the sum in brackets is normalised first
+ * where there is a post norm; out = norm(x'). */
+struct residual {
+    const float *x, *y;                /* [rows][n]; y NULL = nothing to add */
+    const float *y_scale;              /* [rows] y is to be multiplied by; NULL = 1 */
+    const float *bias, *post_norm, *norm;
+    float *x_out;                      /* [rows][n]; NULL = not wanted */
+    int n;
+    float eps;
+};
+
+/* buf[n] = the normalised row r, by all threads of the block; `write`: this block writes x'. */
+static __device__ void normalise(const residual &p, size_t r, bool write, float *buf, float *shared)
+{
+    const float *x = p.x + r * p.n, *y = p.y ? p.y + r * p.n : NULL;
+    float sum = 0, post = 1, y_scale = p.y_scale ? p.y_scale[r] : 1;
+    if (y && p.post_norm) {
+        for (int i = threadIdx.x; i < p.n; i += blockDim.x) {
+            float v = y[i] * y_scale + (p.bias ? p.bias[i] : 0);
+            sum = fmaf(v, v, sum);
+        }
+        post = 1 / sqrtf(block_sum(sum, shared) / p.n + p.eps);
+        sum = 0;
+    }
+    for (int i = threadIdx.x; i < p.n; i += blockDim.x) {
+        float v = x[i];
+        if (y) {
+            float add = y[i] * y_scale + (p.bias ? p.bias[i] : 0);
+            v += p.post_norm ? add * post * p.post_norm[i] : add;
+        }
+        buf[i] = v;
+        sum = fmaf(v, v, sum);
+        if (write && p.x_out) p.x_out[r * p.n + i] = v;
+    }
+    float scale = 1 / sqrtf(block_sum(sum, shared) / p.n + p.eps);
+    for (int i = threadIdx.x; i < p.n; i += blockDim.x) buf[i] = buf[i] * scale * p.norm[i];
+    __syncthreads();
+}
+
+/* Activations in shared memory: a block's first 16 and last 16 codes, and {scale, sums of its halves}. */
+struct acts { uint32_t *low, *high; uint2 *ds; };
+
+/* Quantises nb blocks of x as the CPU does (kernels.h), eight lanes a block. */
+static __device__ void quantise(const float *x, int nb, const acts &out)
+{
+    int lane = threadIdx.x % WARP, j = lane % 8;
+    for (int b0 = threadIdx.x / WARP * 4; b0 < nb; b0 += blockDim.x / WARP * 4) {
+        int b = b0 + lane / 8;
+        float4 v = make_float4(0, 0, 0, 0);
+        if (b < nb) v = ((const float4 *)x)[b * 8 + j];
+        float most = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+        bool bad = v.x != v.x || v.y != v.y || v.z != v.z || v.w != v.w;
+        for (int step = 1; step < 8; step *= 2) {
+            most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
+            bad |= __shfl_xor_sync(ALL_LANES, (int)bad, step) != 0;
+        }
+        bad |= most == INFINITY;
+        bool none = bad || most < 127 * 0x1p-126f;
+        float d = none ? 0 : most / 127, inverse = none ? 0 : 1 / d;
+        int q0 = none ? 0 : (int)rintf(v.x * inverse), q1 = none ? 0 : (int)rintf(v.y * inverse);
+        int q2 = none ? 0 : (int)rintf(v.z * inverse), q3 = none ? 0 : (int)rintf(v.w * inverse);
+        int sum = q0 + q1 + q2 + q3;
+        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        int other = __shfl_xor_sync(ALL_LANES, sum, 4);
+        if (b >= nb) continue;
+        uint32_t word = (q0 & 255) | (q1 & 255) << 8 | (q2 & 255) << 16 | (uint32_t)q3 << 24;
+        (j < 4 ? out.low : out.high)[b * 4 + j % 4] = word;
+        if (j == 0) out.ds[b] = make_uint2(bad ? 0x7fc00000u : __float_as_uint(d), (sum & 0xffff) | (uint32_t)other << 16);
+    }
+}
+
+/* ---- products of few rows ---------------------------------------------------------------------------------------------------- */
+
+enum epilogue { STORE, GLU, HEAD };
+
+struct product {
+    weight w[3];                       /* side by side in y; GLU: gate and up */
+    int n_w, pairs;                    /* pairs of rows of all matrices (GLU: of a gate's and an up's row) */
+    int n;                             /* rows of the batch, 1..NX */
+    bool floats, ints;                 /* some matrix is multiplied with floats, with int8 blocks */
+    /* input: the residual's norm, or plain [rows][k] */
+    residual in;
+    const float *plain;
+    int k;
+    const int32_t *gather;             /* [n] rows of the input; NULL = the first n */
+    /* output */
+    enum epilogue epilogue;
+    float *y;                          /* [n][ld] */
+    int ld;
+    enum activation act;
+    const float *bias;                 /* HEAD: [rows] or NULL */
+    float cap;                         /* HEAD: 0 = none */
+};
+
+static __host__ __device__ inline int padded(int k) { return (k + 31) / 32 * 32; }
+
+/* Bytes of shared memory for NX rows: int8 blocks, floats, and a row being made. */
+static __host__ __device__ inline size_t product_shared(const product &p, int nx)
+{
+    int k = padded(p.k);
+    return (size_t)(p.ints ? nx * (k + k / 4) : 0) + sizeof(float) * k * (p.floats ? nx : 1);
+}
+
+/* Two rows times all of NX inputs, this lane's part of the sums. */
+template <int T, int NX>
+static __device__ inline void two_rows(const weight &wa, int ra, const weight &wb, int rb, const acts &x,
+                                       float sum[2][NX])
+{
+    int lane = threadIdx.x % WARP, nb = wa.nb;
+    raw_block<T> now[2], next[2];
+    if (lane < nb) now[0] = load_block<T>(wa, ra, lane), now[1] = load_block<T>(wb, rb, lane);
+    for (int b = lane; b < nb; b += WARP) {
+        if (b + WARP < nb) next[0] = load_block<T>(wa, ra, b + WARP), next[1] = load_block<T>(wb, rb, b + WARP);
+        block w[2] = { unpack<T>(now[0]), unpack<T>(now[1]) };
+#pragma unroll
+        for (int i = 0; i < NX; i++) {
+            uint4 low = ((const uint4 *)x.low)[i * nb + b], high = ((const uint4 *)x.high)[i * nb + b];
+            uint2 ds = x.ds[i * nb + b];
+            float d = __uint_as_float(ds.x);
+            int sum_low = (int16_t)ds.y, sum_high = (int)ds.y >> 16;
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                int p = __dp4a((int)w[r].q[0], (int)low.x, 0), q = __dp4a((int)w[r].q[4], (int)high.x, 0);
+                p = __dp4a((int)w[r].q[1], (int)low.y, p), q = __dp4a((int)w[r].q[5], (int)high.y, q);
+                p = __dp4a((int)w[r].q[2], (int)low.z, p), q = __dp4a((int)w[r].q[6], (int)high.z, q);
+                p = __dp4a((int)w[r].q[3], (int)low.w, p), q = __dp4a((int)w[r].q[7], (int)high.w, q);
+                int all = has_halves(T) ? w[r].s0 * p + w[r].s1 * q : p + q;
+                sum[r][i] = fmaf(w[r].d * d, (float)all, sum[r][i]);
+                if (T == T_Q2_K) {
+                    sum[r][i] = fmaf(w[r].m0, d * (float)sum_low, sum[r][i]);
+                    sum[r][i] = fmaf(w[r].m1, d * (float)sum_high, sum[r][i]);
+                } else if (T == T_Q4_1 || T == T_Q5_1 || T == T_Q4_K || T == T_Q5_K)
+                    sum[r][i] = fmaf(w[r].m0, d * (float)(sum_low + sum_high), sum[r][i]);
+            }
+        }
+        now[0] = next[0], now[1] = next[1];
+    }
+}
+
+/* The same for float weights; x: [NX][stride]. */
+template <int T, int NX>
+static __device__ inline void two_float_rows(const weight &wa, int ra, const weight &wb, int rb, const float *x,
+                                             int stride, float sum[2][NX])
+{
+    constexpr int EACH = T == T_F32 ? 4 : 8;
+    int lane = threadIdx.x % WARP;
+    for (int c = lane * EACH; c < wa.nb; c += WARP * EACH) {
+        float w[2][8];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const weight &m = r ? wb : wa;
+            size_t at = (size_t)(r ? rb : ra) * m.nb + c;
+            uint4 v = stream_load((const uint4 *)(m.a + at * (T == T_F32 ? 4 : 2)));
+            uint32_t word[4] = { v.x, v.y, v.z, v.w };
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (T == T_F32) w[r][i] = __uint_as_float(word[i]);
+                else if (T == T_F16) w[r][2 * i] = low_half(word[i]), w[r][2 * i + 1] = high_half(word[i]);
+                else w[r][2 * i] = bf16_to_float(word[i] & 0xffff), w[r][2 * i + 1] = bf16_to_float(word[i] >> 16);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < NX; i++)
+#pragma unroll
+            for (int j = 0; j < EACH; j += 4) {
+                float4 v = *(const float4 *)(x + i * stride + c + j);
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    sum[r][i] = fmaf(w[r][j], v.x, sum[r][i]);
+                    sum[r][i] = fmaf(w[r][j + 1], v.y, sum[r][i]);
+                    sum[r][i] = fmaf(w[r][j + 2], v.z, sum[r][i]);
+                    sum[r][i] = fmaf(w[r][j + 3], v.w, sum[r][i]);
+                }
+            }
+    }
+}
+
+template <int NX>
+static __device__ inline void pair_of_rows(const weight &wa, int ra, const weight &wb, int rb, const acts &x,
+                                           const float *floats, int stride, float sum[2][NX])
+{
+#pragma unroll
+    for (int i = 0; i < NX; i++) sum[0][i] = sum[1][i] = 0;
+    switch (wa.type) {
+    case T_F32: two_float_rows<T_F32, NX>(wa, ra, wb, rb, floats, stride, sum); break;
+    case T_F16: two_float_rows<T_F16, NX>(wa, ra, wb, rb, floats, stride, sum); break;
+    case T_BF16: two_float_rows<T_BF16, NX>(wa, ra, wb, rb, floats, stride, sum); break;
+#define TWO_ROWS(T) two_rows<T, NX>(wa, ra, wb, rb, x, sum)
+    default: FOR_QUANTISED(wa.type, TWO_ROWS)
+#undef TWO_ROWS
+    }
+#pragma unroll
+    for (int i = 0; i < NX; i++) sum[0][i] = warp_sum(sum[0][i]), sum[1][i] = warp_sum(sum[1][i]);
+}
+
+static __device__ inline float activate(float gate, float up, enum activation act)
+{
+    if (act == ACT_SILU) return gate / (1 + __expf(-gate)) * up;
+    float inner = 0.79788456080286535588f * (gate + 0.044715f * gate * gate * gate);      /* sqrt(2 / pi) */
+    return 0.5f * gate * (1 + tanhf(inner)) * up;
+}
+
+template <int NX> static __global__ void __launch_bounds__(PRODUCT_WARPS * WARP, NX == 1 ? 2 : 1) product_kernel(product p)
+{
+    __shared__ float shared[PRODUCT_WARPS];
+    int lane = threadIdx.x % WARP, k = padded(p.k), nb = k / 32;
+    acts x = { (uint32_t *)smem, (uint32_t *)smem + NX * nb * 4, (uint2 *)(smem + NX * nb * 32) };
+    float *floats = (float *)(smem + (p.ints ? NX * nb * 40 : 0));
+    wait_for_previous();
+    let_next_start();
+    for (int i = 0; i < NX; i++) {
+        int r = i < p.n ? i : p.n - 1;
+        if (p.gather) r = p.gather[r];
+        float *buf = floats + (p.floats ? i * k : 0);
+        __syncthreads();
+        for (int j = p.k + threadIdx.x; j < k; j += blockDim.x) buf[j] = 0;
+        if (p.plain)
+            for (int j = threadIdx.x; j < p.k; j += blockDim.x) buf[j] = p.plain[(size_t)r * p.k + j];
+        else normalise(p.in, r, blockIdx.x == 0 && i < p.n, buf, shared);
+        __syncthreads();
+        acts row = { x.low + i * nb * 4, x.high + i * nb * 4, x.ds + i * nb };
+        if (p.ints) quantise(buf, nb, row);
+    }
+    __syncthreads();
+    for (int pair = blockIdx.x * PRODUCT_WARPS + threadIdx.x / WARP; pair < p.pairs; pair += gridDim.x * PRODUCT_WARPS) {
+        float sum[2][NX];
+        if (p.epilogue == GLU) {
+            pair_of_rows<NX>(p.w[0], pair, p.w[1], pair, x, floats, k, sum);
+#pragma unroll
+            for (int i = 0; i < NX; i++)
+                if (lane == i && i < p.n) p.y[(size_t)i * p.ld + pair] = activate(sum[0][i], sum[1][i], p.act);
+            continue;
+        }
+        int m = 0, i0 = pair, column = 0;
+        while (i0 >= (p.w[m].rows + 1) / 2) i0 -= (p.w[m].rows + 1) / 2, column += p.w[m].rows, m++;
+        int ra = 2 * i0, rb = ra + 1 < p.w[m].rows ? ra + 1 : ra;
+        pair_of_rows<NX>(p.w[m], ra, p.w[m], rb, x, floats, k, sum);
+#pragma unroll
+        for (int i = 0; i < NX; i++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                if (lane != 2 * i + r || i >= p.n || ra + r >= p.w[m].rows) continue;
+                float y = sum[r][i];
+                if (p.epilogue == HEAD) {
+                    if (p.bias) y += p.bias[ra + r];
+                    if (p.cap > 0) y = p.cap * tanhf(y / p.cap);
+                }
+                p.y[(size_t)i * p.ld + column + ra + r] = y;
+            }
+    }
+}
+
+/* ---- inputs of cuBLAS, row by row ----------------------------------------------------------------------------------------------- */
+
+struct prepare {
+    residual in;                       /* the residual's norm; or, where in.norm is NULL: */
+    const float *plain, *up;           /* [rows][n], and where up is not NULL plain is the gate of a GLU */
+    enum activation act;
+    int n;
+    const int32_t *gather;             /* rows of the input; NULL = all in order */
+    uint16_t *half;                    /* [rows][ld] in f16; NULL = not wanted */
+    float *full;                       /* the same in f32 */
+    int ld;                            /* n padded with zeros */
+    float *scale;                      /* [rows]; what half was divided by so that it fits; NULL = numbers are clipped */
+};
+
+static __global__ void __launch_bounds__(256) prepare_kernel(prepare p)
+{
+    __shared__ float shared[8];
+    wait_for_previous();
+    let_next_start();
+    size_t to = blockIdx.x, r = p.gather ? p.gather[to] : to;
+    float *buf = (float *)smem, scale = 1;
+    if (p.in.norm) normalise(p.in, r, true, buf, shared);
+    const float *gate = p.in.norm ? buf : p.plain + r * p.n, *up = p.up ? p.up + r * p.n : NULL;
+    if (p.scale) {
+        float most = 0;
+        for (int i = threadIdx.x; i < p.n; i += blockDim.x) most = fmaxf(most, fabsf(up ? activate(gate[i], up[i], p.act) : gate[i]));
+        most = warp_max(most);
+        if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = most;
+        __syncthreads();
+        for (unsigned i = 0; i < blockDim.x / WARP; i++) most = fmaxf(most, shared[i]);
+        while (most / scale > 32768 && scale < 0x1p100f) scale *= 256;
+        if (threadIdx.x == 0) p.scale[to] = scale;
+    }
+    for (int i = threadIdx.x; i < p.ld; i += blockDim.x) {
+        float v = i >= p.n ? 0 : up ? activate(gate[i], up[i], p.act) : gate[i];
+        if (p.full) p.full[to * p.ld + i] = v;
+        if (p.half) {
+            v /= scale;
+            p.half[to * p.ld + i] = float_to_half(v > 65504 ? 65504 : v < -65504 ? -65504 : v);
+        }
+    }
+}
+
+/* y[rows][n] += bias, then the soft cap. */
+static __global__ void head_kernel(float *y, int n, const float *bias, float cap)
+{
+    wait_for_previous();
+    let_next_start();
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float v = y[(size_t)blockIdx.y * n + i];
+    if (bias) v += bias[i];
+    if (cap > 0) v = cap * tanhf(v / cap);
+    y[(size_t)blockIdx.y * n + i] = v;
+}
+
+/* ---- the largest logit ----------------------------------------------------------------------------------------------------------- */
+
+struct best { float value; int32_t id; };
+
+/* The better one; the lower id among equals; a NaN (id -1) beats all. */
+static __device__ inline best better(best a, best b)
+{
+    if (a.id < 0 || b.id < 0) return { 0, -1 };
+    return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
+}
+static __device__ best block_best(best mine, best *shared)
+{
+    for (int step = WARP / 2; step; step /= 2) {
+        best other = { __shfl_xor_sync(ALL_LANES, mine.value, step), __shfl_xor_sync(ALL_LANES, mine.id, step) };
+        mine = better(mine, other);
+    }
+    __syncthreads();
+    if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = mine;
+    __syncthreads();
+    best all = shared[0];
+    for (unsigned i = 1; i < blockDim.x / WARP; i++) all = better(all, shared[i]);
+    return all;
+}
+
+/* out[row] = the id of the row's largest logit, -1 where there is a NaN. part: [rows][BEST_BLOCKS]; arrived: [rows]. */
+static __global__ void __launch_bounds__(256) best_kernel(const float *logits, int n, best *part, unsigned *arrived,
+                                                          int32_t *out)
+{
+    __shared__ best shared[8];
+    __shared__ bool final;
+    wait_for_previous();
+    let_next_start();
+    const float *y = logits + (size_t)blockIdx.y * n;
+    best mine = { -INFINITY, INT32_MAX };
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        float v = y[i];
+        best other = { v, v == v ? i : -1 };
+        mine = better(mine, other);
+    }
+    mine = block_best(mine, shared);
+    if (threadIdx.x == 0) {
+        part[blockIdx.y * BEST_BLOCKS + blockIdx.x] = mine;
+        __threadfence();
+        final = atomicAdd(&arrived[blockIdx.y], 1u) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!final) return;
+    __threadfence();
+    best of = { -INFINITY, INT32_MAX };
+    if (threadIdx.x < gridDim.x) of = part[blockIdx.y * BEST_BLOCKS + threadIdx.x];
+    of = block_best(of, shared);
+    if (threadIdx.x == 0) out[blockIdx.y] = of.id, arrived[blockIdx.y] = 0;
+}
+
+/* ---- the backend -------------------------------------------------------------------------------------------------------------------- */
+
+struct device_layer {
+    weight qkv[3], o, gate, up, down;
+    float *attn_norm, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm, *attn_post_norm, *ffn_norm, *ffn_post_norm;
+    int group, index;                  /* KV group, and layer number in that group */
+};
+
+/* Pages of one kind of one sequence on the device: entries [0, low) as they are, the others in a ring. */
+struct table { int32_t *device, *shadow; int low, ring; };
+
+/* What changes from step to step, side by side in pinned memory and copied as one. */
+struct step { kv_row *rows; kv_sequence *sequences; int32_t *wanted; kv_run *runs; };
+
+struct cuda {
+    struct backend base;
+    struct kv_device pool;             /* memory of the page pools */
+    const struct model *m;
+    struct error *e;                   /* where the call under way reports its first failure */
+    const char *last;                  /* name of the kernel launched last */
+    cudaDeviceProp device;
+    int shared_limit, resident;        /* bytes of shared memory a block; blocks of the product kernel on the device */
+    bool dependent;                    /* kernels may start before the one before them ends */
+    cudaStream_t stream;
+    cublasHandle_t blas;
+    int max_rows, max_sequences;
+    void **allocated;                  /* what is to be freed */
+    int n_allocated, most_allocated;
+    size_t weight_bytes;
+
+    device_layer *layers;
+    weight embd, out;
+    float *out_norm, *out_bias;
+    double *freq[KV_GROUPS];
+
+    float *x[2], *qkv, *att, *proj, *gate, *up, *logits;           /* as in cpu.c; x is written to and fro */
+    float *cs[KV_GROUPS], *sn[KV_GROUPS], *sink_cs, *sink_sn;
+    uint16_t *half;                    /* [max_rows][widest] inputs of cuBLAS */
+    float *full, *full_scale, *tile;
+    int tile_bytes;
+    float *part;
+    unsigned *arrived, *best_arrived;
+    best *best_part;
+    int32_t *best_ids, *host_ids;      /* [LOGIT_ROWS] on the device and in pinned memory */
+    float *host_logits;                /* [LOGIT_ROWS][n_vocab], pinned */
+    int n_logits;
+    uint64_t have;                     /* bits of the logits that are already in host_logits */
+
+    struct step host, dev;
+    void *host_step, *dev_step;
+    size_t step_bytes;
+    table *tables;                     /* [max_sequences][KV_GROUPS][2]: main, raw */
+    kv_store stores[KV_GROUPS][2];
+    bool tables_open;
+    int64_t max_seen;
+    cudaGraphExec_t graphs[FEW + 1];   /* by number of rows */
+};
+
+/* Reports a call that failed; the first one counts. */
+static bool check(struct cuda *c, cudaError_t r, const char *call, const char *of)
+{
+    if (r == cudaSuccess) return true;
+    if (c->e && !c->e->code)
+        fail(c->e, GEN_RUN, "CUDA: %s of %s failed: %s", call, of, cudaGetErrorString(r));
+    return false;
+}
+
+static bool remember(struct cuda *c, void *p)
+{
+    if (c->n_allocated == c->most_allocated) {
+        int most = c->most_allocated * 2 + 64;
+        void **grown = (void **)realloc(c->allocated, sizeof *grown * most);
+        if (!grown) return fail(c->e, GEN_RUN, "cannot allocate the list of device memory");
+        c->allocated = grown;
+        c->most_allocated = most;
+    }
+    c->allocated[c->n_allocated++] = p;
+    return true;
+}
+
+/* Device memory, filled with zeros; lower: what the user can do when there is too little. */
+static void *device_alloc(struct cuda *c, size_t bytes, const char *label, const char *what, const char *lower)
+{
+    void *p = NULL;
+    size_t available = 0, all = 0;
+    cudaMemGetInfo(&available, &all);
+    if (bytes == 0) bytes = 16;
+    cudaError_t r = cudaMalloc(&p, bytes);
+    if (r == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        fail(c->e, GEN_RUN, "%s need %zu bytes of device memory, but %zu are free: %s", what, bytes, available, lower);
+        return NULL;
+    }
+    if (!check(c, r, "cudaMalloc", what)) return NULL;
+    CUDA_LABEL(p, label);
+    (void)label;
+    return check(c, cudaMemsetAsync(p, 0, bytes, c->stream), "cudaMemset", what) ? p : (cudaFree(p), (void *)NULL);
+}
+
+template <class T> static bool scratch(struct cuda *c, T **out, size_t n)
+{
+    *out = (T *)device_alloc(c, n * sizeof(T), "scratch", "working memory would", "lower --batch-size or --ctx-size");
+    return *out && remember(c, *out);
+}
+
+/* ---- launches ---- */
+
+template <class... P, class... A>
+static void launch(struct cuda *c, const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... args)
+{
+    if (c->e->code) return;
+    if (shared > 48 << 10 && !check(c, cudaFuncSetAttribute((const void *)kernel,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared), "cudaFuncSetAttribute", name))
+        return;
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attribute;
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared;
+    config.stream = c->stream;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = c->dependent ? 1 : 0;
+    c->last = name;
+    check(c, cudaLaunchKernelEx(&config, kernel, (P)args...), "the launch", name);
+}
+
+static void launch_attention(struct cuda *c, const attention_launch &l, const attention &a)
+{
+    launch(c, l.name, l.kernel, l.grid, l.block, l.shared, a);
+}
+
+/* Rows [r0, r0 + n) of a product's input and output. */
+static product part_of(const product &p, int r0, int n)
+{
+    product q = p;
+    q.n = n;
+    if (p.gather) q.gather += r0;
+    else {
+        size_t at = (size_t)r0 * p.k;
+        if (p.plain) q.plain += at;
+        else q.in.x += at;
+        if (p.in.y) q.in.y += at;
+        if (p.in.x_out) q.in.x_out += at;
+    }
+    q.y += (size_t)r0 * p.ld;
+    return q;
+}
+
+static void multiply(struct cuda *c, const char *name, product p)
+{
+    int fits = FEW;
+    p.floats = p.ints = false;
+    p.pairs = 0;
+    for (int i = 0; i < p.n_w; i++) {
+        if (is_float(p.w[i].type)) p.floats = true;
+        else p.ints = true;
+        p.pairs += p.epilogue == GLU ? 0 : (p.w[i].rows + 1) / 2;
+    }
+    if (p.epilogue == GLU) p.pairs = p.w[0].rows;
+    while (fits > 1 && product_shared(p, fits) > (size_t)c->shared_limit) fits /= 2;
+    if (fits == 2) fits = 1;
+    int blocks = (p.pairs + PRODUCT_WARPS - 1) / PRODUCT_WARPS;
+    if (blocks > c->resident) blocks = c->resident;
+    for (int r0 = 0; r0 < p.n; r0 += fits) {
+        int n = p.n - r0 < fits ? p.n - r0 : fits, nx = n == 1 ? 1 : n <= 4 ? 4 : 8;
+        launch(c, name, nx == 1 ? product_kernel<1> : nx == 4 ? product_kernel<4> : product_kernel<8>, dim3(blocks),
+               dim3(PRODUCT_WARPS * WARP), product_shared(p, nx), part_of(p, r0, n));
+    }
+}
+
+/* ---- products of many rows ---- */
+
+/* y[n][ld] = x times w; x: [n][x_ld] as floats or as halves, whichever the weights need. */
+static void gemm(struct cuda *c, const weight &w, int n, int x_ld, float *y, int ld)
+{
+    const float one = 1, zero = 0;
+    bool full = w.type == T_F32 || w.type == T_BF16, direct = w.type == T_F32 || w.type == T_F16;
+    int k = is_float(w.type) ? w.nb : w.nb * 32;                   /* padding is zero on both sides */
+    int step = direct ? w.rows : (int)(c->tile_bytes / ((size_t)k * (full ? 4 : 2)));
+    for (int r0 = 0; r0 < w.rows && !c->e->code; r0 += step) {
+        int rows = w.rows - r0 < step ? w.rows - r0 : step;
+        size_t count = (size_t)rows * w.nb;
+        dim3 grid((unsigned)((count + 127) / 128));
+        const void *tile = direct ? (const void *)w.a : c->tile;
+        if (w.type == T_BF16)
+            launch(c, "widen", widen_kernel, grid, dim3(128), 0, (const uint16_t *)w.a + (size_t)r0 * w.nb, count, c->tile);
+        else if (!direct) launch(c, "dequantise", dequantise_kernel, grid, dim3(128), 0, w, r0, rows, (uint16_t *)c->tile);
+        cudaDataType_t type = full ? CUDA_R_32F : CUDA_R_16F;
+        cublasStatus_t r = cublasGemmEx(c->blas, CUBLAS_OP_T, CUBLAS_OP_N, rows, n, k, &one, tile, type, k,
+                                        full ? (const void *)c->full : c->half, type, x_ld, &zero, y + r0, CUDA_R_32F, ld,
+                                        CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+        if (r != CUBLAS_STATUS_SUCCESS && !c->e->code)
+            fail(c->e, GEN_RUN, "cuBLAS: cublasGemmEx of %d x %d x %d failed with status %d", rows, n, k, (int)r);
+    }
+}
+
+static void many(struct cuda *c, const weight *w, int n_w, prepare p, int n, float *y, int ld)
+{
+    bool half = false, full = false;
+    for (int i = 0; i < n_w; i++)
+        if (w[i].type == T_F32 || w[i].type == T_BF16) full = true;
+        else half = true;
+    p.ld = padded(p.n);
+    p.half = half ? c->half : NULL;
+    p.full = full ? c->full : NULL;
+    if (full) p.scale = NULL;
+    launch(c, "prepare", prepare_kernel, dim3(n), dim3(256), p.in.norm ? sizeof(float) * p.n : 0, p);
+    for (int i = 0; i < n_w; y += w[i++].rows) gemm(c, w[i], n, p.ld, y, ld);
+}
+
+/* ---- the forward pass ---- */
+
+static int qkv_width(const struct model *m) { return m->n_head * m->head_k + m->n_kv * (m->head_k + m->head_v); }
+
+static attention attention_of(const struct cuda *c, const device_layer &l, int n, bool alone)
+{
+    const struct model *m = c->m;
+    attention a = {};
+    a.main = c->stores[l.group][0];
+    a.raw = c->stores[l.group][1];
+    a.layer = l.index;
+    a.n_head = m->n_head, a.n_kv = m->n_kv, a.head_k = m->head_k, a.head_v = m->head_v;
+    a.n_rot = m->rope_global.n;
+    a.order = m->rope_order;
+    a.scale = m->attn_scale, a.cap = m->attn_cap, a.eps = m->norm_eps;
+    a.qkv = c->qkv;
+    a.ld = qkv_width(m);
+    a.q_bias = l.q_bias, a.k_bias = l.k_bias, a.v_bias = l.v_bias, a.q_norm = l.q_norm, a.k_norm = l.k_norm;
+    a.cs = c->cs[l.group], a.sn = c->sn[l.group], a.sink_cs = c->sink_cs, a.sink_sn = c->sink_sn;
+    a.rows = c->dev.rows;
+    a.sequences = c->dev.sequences + l.group;
+    a.sequence_stride = KV_GROUPS;
+    a.out = c->att;
+    a.append = alone && attention_parts(m->n_head / m->n_kv) == 1;
+    a.n_splits = 1;
+    if (alone) {
+        int columns = m->n_kv * attention_parts(m->n_head / m->n_kv) * n;
+        int64_t most = (c->max_seen / KV_BLOCK + 8) / 4;
+        a.n_splits = 2 * c->device.multiProcessorCount / columns;
+        if (a.n_splits > most) a.n_splits = (int)most;
+        if (a.n_splits < 1) a.n_splits = 1;
+    }
+    a.part = c->part;
+    a.arrived = c->arrived;
+    a.runs = c->dev.runs;
+    a.stages = attention_prefill_stages(&a, c->shared_limit);
+    return a;
+}
+
+static residual residual_of(const struct cuda *c, const float *x, const float *y, const float *bias, const float *post,
+                            const float *norm, float *x_out)
+{
+    return { x, y, NULL, bias, post, norm, x_out, c->m->n_embd, c->m->norm_eps };
+}
+
+/* Attention of all rows; `alone`: each is the only one of its sequence. */
+static void attend(struct cuda *c, const device_layer &l, int n, int n_runs, bool alone)
+{
+    attention a = attention_of(c, l, n, alone);
+    if (!a.append) {
+        launch_attention(c, attention_append(&a, n), a);
+        if (a.raw.base) launch_attention(c, attention_seal(&a, n), a);
+    }
+    launch_attention(c, alone ? attention_decode(&a, n, c->shared_limit) : attention_prefill(&a, n_runs), a);
+}
+
+/* Layers by kernels of our own. Returns the residual stream's last state before `*y` is added to it. */
+static const float *few_rows(struct cuda *c, int n, int n_runs, bool alone)
+{
+    const struct model *m = c->m;
+    float *now = c->x[0], *other = c->x[1];
+    for (int i = 0; i < m->n_layer; i++) {
+        const device_layer &l = c->layers[i];
+        product p = {};
+        p.n = n;
+        p.k = m->n_embd;
+        p.act = m->act;
+        p.w[0] = l.qkv[0], p.w[1] = l.qkv[1], p.w[2] = l.qkv[2];
+        p.n_w = 3;
+        p.in = residual_of(c, now, i ? c->proj : NULL, NULL, i ? c->layers[i - 1].ffn_post_norm : NULL, l.attn_norm, other);
+        p.y = c->qkv, p.ld = qkv_width(m);
+        multiply(c, "query, key and value", p);
+        attend(c, l, n, n_runs, alone);
+        product o = {};
+        o.n = n;
+        o.k = m->n_head * m->head_v;
+        o.w[0] = l.o, o.n_w = 1;
+        o.plain = c->att;
+        o.y = c->proj, o.ld = m->n_embd;
+        multiply(c, "attention output", o);
+        p.w[0] = l.gate, p.w[1] = l.up, p.n_w = 2;
+        p.in = residual_of(c, other, c->proj, l.o_bias, l.attn_post_norm, l.ffn_norm, now);
+        p.epilogue = GLU;
+        p.y = c->gate, p.ld = m->n_ff;
+        multiply(c, "gate and up", p);
+        o.k = m->n_ff;
+        o.w[0] = l.down;
+        o.plain = c->gate;
+        multiply(c, "down", o);
+    }
+    return now;
+}
+
+/* The same by cuBLAS; the residual stream is changed in place. */
+static const float *many_rows(struct cuda *c, int n, int n_runs, bool alone)
+{
+    const struct model *m = c->m;
+    for (int i = 0; i < m->n_layer; i++) {
+        const device_layer &l = c->layers[i];
+        prepare p = {};
+        p.n = m->n_embd;
+        p.act = m->act;
+        p.in = residual_of(c, c->x[0], i ? c->proj : NULL, NULL, i ? c->layers[i - 1].ffn_post_norm : NULL, l.attn_norm,
+                           c->x[0]);
+        if (i) p.in.y_scale = c->full_scale;
+        many(c, l.qkv, 3, p, n, c->qkv, qkv_width(m));
+        attend(c, l, n, n_runs, alone);
+        prepare o = {};
+        o.plain = c->att;
+        o.n = m->n_head * m->head_v;
+        many(c, &l.o, 1, o, n, c->proj, m->n_embd);
+        p.in = residual_of(c, c->x[0], c->proj, l.o_bias, l.attn_post_norm, l.ffn_norm, c->x[0]);
+        weight both[] = { l.gate, l.up };
+        many(c, both, 1, p, n, c->gate, m->n_ff);
+        for (int k = 1; k < 2; k++) {              /* up takes the same input, made anew where its type differs */
+            bool same = (both[0].type == T_F32 || both[0].type == T_BF16) == (both[1].type == T_F32 || both[1].type == T_BF16);
+            if (same) gemm(c, both[1], n, padded(p.n), c->up, m->n_ff);
+            else {
+                p.in.y = NULL;
+                p.in.x_out = NULL;
+                many(c, &both[1], 1, p, n, c->up, m->n_ff);
+            }
+        }
+        o.plain = c->gate, o.up = c->up;
+        o.act = m->act;
+        o.n = m->n_ff;
+        o.scale = c->full_scale;
+        if (l.down.type == T_F32 || l.down.type == T_BF16)
+            check(c, cudaMemcpyAsync(c->full_scale, c->full_scale + c->max_rows, sizeof(float) * n, cudaMemcpyDeviceToDevice,
+                                     c->stream), "cudaMemcpy", "scales");
+        many(c, &l.down, 1, o, n, c->proj, m->n_embd);
+    }
+    return c->x[0];
+}
+
+static void head(struct cuda *c, const float *x, int n_wanted, bool all, bool scaled)
+{
+    const struct model *m = c->m;
+    residual in = residual_of(c, x, c->proj, NULL, c->layers[m->n_layer - 1].ffn_post_norm, c->out_norm, NULL);
+    if (scaled) in.y_scale = c->full_scale;
+    const int32_t *gather = all ? NULL : c->dev.wanted;
+    if (n_wanted <= FEW) {
+        product p = {};
+        p.n = n_wanted;
+        p.k = m->n_embd;
+        p.w[0] = c->out, p.n_w = 1;
+        p.in = in;
+        p.gather = gather;
+        p.epilogue = HEAD;
+        p.y = c->logits, p.ld = m->n_vocab;
+        p.bias = c->out_bias;
+        p.cap = m->logit_cap;
+        multiply(c, "output", p);
+    } else {
+        prepare p = {};
+        p.n = m->n_embd;
+        p.in = in;
+        p.gather = gather;
+        many(c, &c->out, 1, p, n_wanted, c->logits, m->n_vocab);
+        if (c->out_bias || m->logit_cap > 0)
+            launch(c, "output", head_kernel, dim3((m->n_vocab + 255) / 256, n_wanted), dim3(256), 0, c->logits, m->n_vocab,
+                   (const float *)c->out_bias, m->logit_cap);
+    }
+    launch(c, "best", best_kernel, dim3(BEST_BLOCKS, n_wanted), dim3(256), 0, (const float *)c->logits, m->n_vocab,
+           c->best_part, c->best_arrived, c->best_ids);
+    check(c, cudaMemcpyAsync(c->host_ids, c->best_ids, sizeof(int32_t) * n_wanted, cudaMemcpyDeviceToHost, c->stream),
+          "cudaMemcpy", "the best tokens");
+}
+
+/* Everything of a step on the stream. */
+static void enqueue(struct cuda *c, int n, int n_runs, int n_wanted, bool alone)
+{
+    const struct model *m = c->m;
+    check(c, cudaMemcpyAsync(c->dev_step, c->host_step, c->step_bytes, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy",
+          "the step's rows");
+    start s = {};
+    s.embd = c->embd;
+    s.embd_scale = m->embd_scale;
+    s.rows = c->dev.rows;
+    s.sequences = c->dev.sequences;
+    s.x = c->x[0];
+    s.n_embd = m->n_embd;
+    s.half = m->rope_global.n / 2;
+    for (int g = 0; g < KV_GROUPS; g++) {
+        s.freq[g] = c->freq[g];
+        s.scale[g] = g == KV_LOCAL ? m->rope_local.scale : m->rope_global.scale;
+        s.cs[g] = c->cs[g], s.sn[g] = c->sn[g];
+    }
+    s.sink_cs = c->sink_cs, s.sink_sn = c->sink_sn;
+    launch(c, "start", start_kernel, dim3(n), dim3(128), 0, s);
+    const float *x = n <= FEW ? few_rows(c, n, n_runs, alone) : many_rows(c, n, n_runs, alone);
+    if (n_wanted) head(c, x, n_wanted, n_wanted == n, n > FEW);
+}
+
+/* ---- page tables ---- */
+
+/* The pools' places are known when the first batch comes. */
+static bool open_tables(struct cuda *c, const struct batch *batch)
+{
+    for (int g = 0; g < KV_GROUPS; g++)
+        for (int kind = 0; kind < 2; kind++) {
+            const struct kv_view *v = &batch->views[0][g];
+            const struct kv_slots *slots = kind ? &v->raw : &v->main;
+            kv_store *s = &c->stores[g][kind];
+            *s = {};
+            if (!slots->shape || !slots->base || slots->shape->n_layer == 0) continue;
+            const struct kv_shape *shape = slots->shape;
+            int tiles = shape->page_size / KV_BLOCK;
+            *s = { slots->base, kv_page_bytes(shape), kv_layer_bytes(shape), shape->n_kv, tiles,
+                   (int)kv_k_tile_bytes(shape), (int)kv_v_tile_bytes(shape), shape->type_k, shape->type_v };
+            for (int i = 0; i < c->max_sequences; i++) {
+                table *t = &c->tables[(i * KV_GROUPS + g) * 2 + kind];
+                t->low = kind ? 1 : (v->sinks + shape->page_size - 1) / shape->page_size;
+                int64_t seen = kind ? 2 * KV_BLOCK : c->max_seen;
+                t->ring = (int)((seen + c->max_rows) / shape->page_size) + 4;
+                if (!scratch(c, &t->device, t->low + t->ring)) return false;
+                if (!check(c, cudaMallocHost((void **)&t->shadow, sizeof *t->shadow * (t->low + t->ring)), "cudaMallocHost",
+                           "a page table"))
+                    return false;
+                for (int k = 0; k < t->low + t->ring; k++) t->shadow[k] = -1;
+            }
+        }
+    return c->tables_open = true;
+}
+
+/* Brings what rows [pos, last] of one sequence see of its pages to the device. */
+static void upload_table(struct cuda *c, table *t, const int32_t *pages, int first, int last)
+{
+    int low = INT32_MAX, high = -1;
+    for (int i = 0; i <= last; i++) {
+        if (i == t->low && first > i) i = first;
+        int at = i < t->low ? i : t->low + (i - t->low) % t->ring;
+        if (i > last || t->shadow[at] == pages[i]) continue;
+        t->shadow[at] = pages[i];
+        if (at < low) low = at;
+        if (at > high) high = at;
+    }
+    if (high >= low)
+        check(c, cudaMemcpyAsync(t->device + low, t->shadow + low, sizeof(int32_t) * (high - low + 1), cudaMemcpyHostToDevice,
+                                 c->stream), "cudaMemcpy", "a page table");
+}
+
+/* Rows [row, end) are those of one sequence. */
+static void put_sequence(struct cuda *c, const struct batch *batch, int row, int end)
+{
+    int sequence = batch->rows[row].sequence, pos = (int)batch->rows[row].pos, last = (int)batch->rows[end - 1].pos;
+    for (int g = 0; g < KV_GROUPS; g++) {
+        const struct kv_view *v = &batch->views[sequence][g];
+        kv_sequence *s = &c->host.sequences[sequence * KV_GROUPS + g];
+        table *t = &c->tables[(sequence * KV_GROUPS + g) * 2];
+        *s = { t[0].device, t[1].device, t[0].low, t[0].ring, t[1].ring, v->sinks, v->window };
+        if (c->stores[g][0].base) {
+            int page = v->main.shape->page_size;
+            upload_table(c, &t[0], v->main.pages, (int)kv_window_range(pos, v->sinks, v->window).first / page, last / page);
+        }
+        if (c->stores[g][1].base) upload_table(c, &t[1], v->raw.pages, pos / KV_BLOCK, last / KV_BLOCK);
+    }
+}
+
+static bool forward(struct backend *b, const struct batch *batch, struct error *e)
+{
+    struct cuda *c = (struct cuda *)b;
+    int n = batch->n_rows, wanted = 0, n_runs = 0, group = c->m->n_head / c->m->n_kv;
+    bool alone = true;
+    struct error failed = {};
+    for (int r = 0; r < n; r++) wanted += batch->rows[r].want == WANT_LOGITS;
+    if (wanted > LOGIT_ROWS)
+        return fail(e, GEN_RUN, "%d rows want logits, but a batch gives at most %d", wanted, LOGIT_ROWS);
+    c->e = &failed;
+    c->n_logits = 0;
+    c->have = 0;
+    if (!c->tables_open) open_tables(c, batch);
+    for (int r = 0, end; r < n && !failed.code; r = end) {
+        for (end = r + 1; end < n && batch->rows[end].sequence == batch->rows[r].sequence; end++) alone = false;
+        put_sequence(c, batch, r, end);
+    }
+    for (int r = 0, k = 0; r < n; r++) {
+        const struct row *row = &batch->rows[r];
+        c->host.rows[r] = { row->token, row->sequence, (int32_t)row->pos };
+        if (row->want == WANT_LOGITS) c->host.wanted[k++] = r;
+        kv_run *run = n_runs ? &c->host.runs[n_runs - 1] : NULL;
+        if (run && batch->rows[run->row].sequence == row->sequence && (run->n + 1) * group <= PREFILL_QUERIES &&
+            batch->rows[run->row].pos / KV_BLOCK == row->pos / KV_BLOCK)
+            run->n++;
+        else c->host.runs[n_runs++] = { r, 1 };
+    }
+    bool recorded = alone && wanted == n && n <= FEW;
+    if (recorded && !c->graphs[n] && !failed.code) {
+        cudaGraph_t graph = NULL;
+        check(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture", "a step");
+        enqueue(c, n, n_runs, wanted, alone);
+        check(c, cudaStreamEndCapture(c->stream, &graph), "cudaStreamEndCapture", "a step");
+        if (!failed.code) check(c, cudaGraphInstantiate(&c->graphs[n], graph, 0), "cudaGraphInstantiate", "a step");
+        if (graph) cudaGraphDestroy(graph);
+    }
+    if (recorded && !failed.code) check(c, cudaGraphLaunch(c->graphs[n], c->stream), "cudaGraphLaunch", "a step");
+    else if (!failed.code) enqueue(c, n, n_runs, wanted, alone);
+    check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize after the kernel", c->last ? c->last : "none");
+    c->e = NULL;
+    if (failed.code) return *e = failed, false;
+    c->n_logits = wanted;
+    return true;
+}
+
+static const float *logits(struct backend *b, int i)
+{
+    struct cuda *c = (struct cuda *)b;
+    if (i < 0 || i >= c->n_logits) return NULL;
+    size_t n = c->m->n_vocab;
+    float *to = c->host_logits + i * n;
+    if (c->have >> i & 1) return to;
+    if (cudaMemcpyAsync(to, c->logits + i * n, n * sizeof *to, cudaMemcpyDeviceToHost, c->stream) != cudaSuccess ||
+        cudaStreamSynchronize(c->stream) != cudaSuccess)
+        return NULL;
+    c->have |= 1ull << i;
+    return to;
+}
+
+static int32_t best_token(struct backend *b, int i)
+{
+    struct cuda *c = (struct cuda *)b;
+    return i >= 0 && i < c->n_logits ? c->host_ids[i] : -1;
+}
+
+/* ---- memory of the page pools ---- */
+
+static struct cuda *of_pool(struct kv_device *d) { return (struct cuda *)((char *)d - offsetof(struct cuda, pool)); }
+
+static unsigned char *pool_open(struct kv_device *d, size_t bytes, struct error *e)
+{
+    struct cuda *c = of_pool(d);
+    c->e = e;
+    void *p = device_alloc(c, bytes, "cache", "the KV cache would", "lower --ctx-size or choose smaller -ctk and -ctv types");
+    c->e = NULL;
+    return (unsigned char *)p;
+}
+
+static void pool_close(struct kv_device *d, unsigned char *base)
+{
+    (void)d;
+    cudaFree(base);
+}
+
+/* A failure is seen by the next forward pass. */
+static void pool_copy(struct kv_device *d, void *dst, const void *src, size_t bytes)
+{
+    struct cuda *c = of_pool(d);
+    cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, c->stream);
+    cudaStreamSynchronize(c->stream);
+}
+
+/* ---- opening ---- */
+
+static void cuda_close(struct backend *b)
+{
+    struct cuda *c = (struct cuda *)b;
+    if (c->stream) cudaStreamSynchronize(c->stream);
+    for (int i = 0; i <= FEW; i++)
+        if (c->graphs[i]) cudaGraphExecDestroy(c->graphs[i]);
+    for (int i = 0; i < c->n_allocated; i++) cudaFree(c->allocated[i]);
+    for (int i = 0; c->tables && i < c->max_sequences * KV_GROUPS * 2; i++)
+        if (c->tables[i].shadow) cudaFreeHost(c->tables[i].shadow);
+    if (c->host_step) cudaFreeHost(c->host_step);
+    if (c->host_ids) cudaFreeHost(c->host_ids);
+    if (c->host_logits) cudaFreeHost(c->host_logits);
+    if (c->blas) cublasDestroy(c->blas);
+    if (c->stream) cudaStreamDestroy(c->stream);
+    free(c->allocated);
+    free(c->tables);
+    free(c->layers);
+    free(c);
+}
+
+/* A vector of the file on the device; NULL for a tensor that is not there. */
+static bool load_vector(struct cuda *c, const struct gguf_tensor *t, float **out)
+{
+    *out = NULL;
+    if (!t) return true;
+    *out = (float *)device_alloc(c, t->size, "weights", "the weights would", "use --backend cpu");
+    void *host = *out && remember(c, *out) ? alloc_zeroed(1, t->size, "a weight vector", c->e) : NULL;
+    bool ok = host && gguf_read(c->m->file, t, 0, host, t->size, c->e) &&
+              check(c, cudaMemcpyAsync(*out, host, t->size, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy", "a vector") &&
+              check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "a vector");
+    free(host);
+    c->weight_bytes += t->size;
+    return ok;
+}
+
+/* The file's bytes on their way: two pieces, of which one is filled while the other is copied and repacked. */
+struct staging {
+    unsigned char *host[2], *device[2];
+    cudaEvent_t done[2];
+    int next;
+    double total, loaded;
+    void (*progress)(double);
+};
+
+static size_t plane(size_t *at, size_t bytes)
+{
+    size_t here = *at;
+    *at += (bytes + 255) & ~(size_t)255;
+    return here;
+}
+
+/* Reserves the planes of a matrix of the file and fills them. */
+static bool load_matrix(struct cuda *c, struct staging *s, const struct matrix *m, weight *w)
+{
+    const struct type_info *info = type_info(m->tensor->type);
+    int t = m->tensor->type;
+    size_t row = m->columns / info->block * info->bytes, rows = m->rows, at = 0;
+    *w = { m->tensor->type, (int)m->rows, (int)m->columns, 0, NULL, NULL, NULL, NULL, NULL };
+    w->nb = is_float(w->type) ? padded(w->cols) : w->cols / 32;
+    size_t blocks = rows * w->nb, planes[5];
+    planes[0] = plane(&at, is_float(w->type) ? blocks * info->bytes : blocks * (low_bits(t) == 2 ? 8 : 16));
+    planes[1] = plane(&at, is_float(w->type) || low_bits(t) != 8 ? 0 : blocks * 16);
+    planes[2] = plane(&at, is_float(w->type) ? 0 : blocks * 4 * high_bits(t));
+    planes[3] = plane(&at, is_float(w->type) ? 0 : blocks * scale_bytes(t));
+    planes[4] = plane(&at, is_float(w->type) ? 0 : blocks / 8 * super_bytes(t));
+    unsigned char *base = (unsigned char *)device_alloc(c, at, "weights", "the weights would", "use --backend cpu");
+    if (!base || !remember(c, base)) return false;
+    c->weight_bytes += at;
+    w->a = base + planes[0], w->b = base + planes[1], w->h = base + planes[2], w->s = base + planes[3], w->d = base + planes[4];
+    int step = (int)(STAGING_BYTES / row);
+    for (int r0 = 0; r0 < w->rows; r0 += step) {
+        int n = w->rows - r0 < step ? w->rows - r0 : step, k = s->next;
+        size_t bytes = n * row, count = (size_t)n * w->nb;
+        if (!check(c, cudaEventSynchronize(s->done[k]), "cudaEventSynchronize", "the weights") ||
+            !gguf_read(c->m->file, m->tensor, (m->row0 + r0) * row, s->host[k], bytes, c->e) ||
+            !check(c, cudaMemcpyAsync(s->device[k], s->host[k], bytes, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy",
+                   "the weights"))
+            return false;
+        launch(c, "repack", repack_kernel, dim3((unsigned)((count + 127) / 128)), dim3(128), 0, *w,
+               (const uint8_t *)s->device[k], r0, n, row);
+        if (c->e->code || !check(c, cudaEventRecord(s->done[k], c->stream), "cudaEventRecord", "the weights")) return false;
+        s->next ^= 1;
+        s->loaded += (double)bytes;
+        if (s->progress) s->progress(s->loaded / s->total);
+    }
+    return true;
+}
+
+static bool load_all(struct cuda *c, struct staging *s)
+{
+    const struct model *m = c->m;
+    int in_group[KV_GROUPS] = { 0 };
+    for (int i = 0; i < m->n_layer; i++) {
+        const struct layer *l = &m->layers[i];
+        device_layer *d = &c->layers[i];
+        d->group = l->local ? KV_LOCAL : KV_GLOBAL;
+        d->index = in_group[d->group]++;
+        if (!load_matrix(c, s, &l->q, &d->qkv[0]) || !load_matrix(c, s, &l->k, &d->qkv[1]) ||
+            !load_matrix(c, s, &l->v, &d->qkv[2]) || !load_matrix(c, s, &l->o, &d->o) ||
+            !load_matrix(c, s, &l->gate, &d->gate) || !load_matrix(c, s, &l->up, &d->up) ||
+            !load_matrix(c, s, &l->down, &d->down) || !load_vector(c, l->attn_norm, &d->attn_norm) ||
+            !load_vector(c, l->q_bias, &d->q_bias) || !load_vector(c, l->k_bias, &d->k_bias) ||
+            !load_vector(c, l->v_bias, &d->v_bias) || !load_vector(c, l->o_bias, &d->o_bias) ||
+            !load_vector(c, l->q_norm, &d->q_norm) || !load_vector(c, l->k_norm, &d->k_norm) ||
+            !load_vector(c, l->attn_post_norm, &d->attn_post_norm) || !load_vector(c, l->ffn_norm, &d->ffn_norm) ||
+            !load_vector(c, l->ffn_post_norm, &d->ffn_post_norm))
+            return false;
+    }
+    if (!load_vector(c, m->out_norm, &c->out_norm) || !load_vector(c, m->out_bias, &c->out_bias) ||
+        !load_matrix(c, s, &m->out, &c->out))
+        return false;
+    if (m->out.tensor == m->embd.tensor) return c->embd = c->out, true;
+    return load_matrix(c, s, &m->embd, &c->embd);
+}
+
+static bool load_weights(struct cuda *c, void (*progress)(double))
+{
+    struct staging s = {};
+    bool ok = true;
+    s.progress = progress;
+    s.total = (double)gguf_file_bytes(c->m->file);
+    for (int i = 0; i < 2 && ok; i++)
+        ok = check(c, cudaMallocHost((void **)&s.host[i], STAGING_BYTES), "cudaMallocHost", "the weights") &&
+             (s.device[i] = (unsigned char *)device_alloc(c, STAGING_BYTES, "staging", "the weights would",
+                                                          "use --backend cpu")) &&
+             check(c, cudaEventCreateWithFlags(&s.done[i], cudaEventDisableTiming), "cudaEventCreate", "the weights");
+    ok = ok && load_all(c, &s) && check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "repack");
+    if (!ok) cudaStreamSynchronize(c->stream);
+    for (int i = 0; i < 2; i++) {
+        if (s.done[i]) cudaEventDestroy(s.done[i]);
+        if (s.host[i]) cudaFreeHost(s.host[i]);
+        if (s.device[i]) cudaFree(s.device[i]);
+    }
+    return ok;
+}
+
+static int largest(int a, int b) { return a > b ? a : b; }
+
+/* The step's arrays at `base`; returns their bytes. */
+static size_t carve_step(const struct cuda *c, char *base, struct step *s)
+{
+    size_t at = 0;
+    s->rows = (kv_row *)(base + plane(&at, sizeof(kv_row) * c->max_rows));
+    s->sequences = (kv_sequence *)(base + plane(&at, sizeof(kv_sequence) * c->max_sequences * KV_GROUPS));
+    s->wanted = (int32_t *)(base + plane(&at, sizeof(int32_t) * LOGIT_ROWS));
+    s->runs = (kv_run *)(base + plane(&at, sizeof(kv_run) * c->max_rows));
+    return at;
+}
+
+static bool open_buffers(struct cuda *c)
+{
+    const struct model *m = c->m;
+    size_t rows = c->max_rows, half = m->rope_global.n / 2 + 1;
+    int att = m->n_head * m->head_v, wide = padded(largest(largest(m->n_embd, att), m->n_ff));
+    int group_parts = attention_parts(m->n_head / m->n_kv);
+    size_t widest_row = (size_t)padded(largest(wide, m->n_embd)) * sizeof(float);
+    size_t splits = 2 * c->device.multiProcessorCount / (m->n_kv * group_parts) + (size_t)c->max_sequences + 1;
+    bool ok = scratch(c, &c->x[0], rows * m->n_embd) && scratch(c, &c->x[1], rows * m->n_embd) &&
+              scratch(c, &c->qkv, rows * qkv_width(m)) && scratch(c, &c->att, rows * att) &&
+              scratch(c, &c->proj, rows * m->n_embd) && scratch(c, &c->gate, rows * m->n_ff) &&
+              scratch(c, &c->up, rows * m->n_ff) && scratch(c, &c->logits, (size_t)LOGIT_ROWS * m->n_vocab) &&
+              scratch(c, &c->sink_cs, rows * half) && scratch(c, &c->sink_sn, rows * half) &&
+              scratch(c, &c->part, splits * m->n_head * (m->head_v + 2)) &&
+              scratch(c, &c->arrived, (size_t)c->max_sequences * m->n_kv * group_parts) &&
+              scratch(c, &c->best_part, (size_t)LOGIT_ROWS * BEST_BLOCKS) && scratch(c, &c->best_arrived, LOGIT_ROWS) &&
+              scratch(c, &c->best_ids, LOGIT_ROWS) && scratch(c, &c->full_scale, rows * 2);
+    for (int g = 0; g < KV_GROUPS && ok; g++) {
+        const struct rope *p = g == KV_LOCAL ? &m->rope_local : &m->rope_global;
+        ok = scratch(c, &c->cs[g], rows * half) && scratch(c, &c->sn[g], rows * half) && scratch(c, &c->freq[g], half) &&
+             check(c, cudaMemcpyAsync(c->freq[g], p->freq, sizeof(double) * (p->n / 2), cudaMemcpyHostToDevice, c->stream),
+                   "cudaMemcpy", "RoPE frequencies");
+    }
+    if (ok && c->max_rows > FEW) {     /* cuBLAS is used */
+        c->tile_bytes = widest_row > TILE_BYTES ? (int)widest_row : TILE_BYTES;
+        ok = scratch(c, &c->half, rows * wide) && scratch(c, &c->full, rows * wide) &&
+             scratch(c, (char **)&c->tile, c->tile_bytes);
+    }
+    c->tables = (table *)calloc((size_t)c->max_sequences * KV_GROUPS * 2, sizeof *c->tables);
+    c->step_bytes = carve_step(c, NULL, &c->host);
+    char *dev;
+    ok = ok && c->tables && scratch(c, &dev, c->step_bytes) &&
+         check(c, cudaMallocHost(&c->host_step, c->step_bytes), "cudaMallocHost", "the step's rows") &&
+         check(c, cudaMallocHost((void **)&c->host_ids, sizeof(int32_t) * LOGIT_ROWS), "cudaMallocHost", "token ids") &&
+         check(c, cudaMallocHost((void **)&c->host_logits, sizeof(float) * LOGIT_ROWS * m->n_vocab), "cudaMallocHost",
+               "logits");
+    if (!ok) return false;
+    c->dev_step = dev;
+    memset(c->host_step, 0, c->step_bytes);
+    carve_step(c, (char *)c->host_step, &c->host);
+    carve_step(c, dev, &c->dev);
+    float ones[64];                    /* the scales of rows that are not scaled, in the second half */
+    for (int i = 0; i < 64; i++) ones[i] = 1;
+    for (size_t at = 0; at < 2 * rows && ok; at += 64)
+        ok = check(c, cudaMemcpyAsync(c->full_scale + at, ones, sizeof(float) * (2 * rows - at < 64 ? 2 * rows - at : 64),
+                                      cudaMemcpyHostToDevice, c->stream), "cudaMemcpy", "scales");
+    return ok && check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "working memory");
+}
+
+/* The device that is used, the first one: true, or why there is none. */
+static bool find_device(cudaDeviceProp *device, struct error *e)
+{
+    int n = 0, driver = 0;
+    cudaError_t r = cudaGetDeviceCount(&n);
+    if (r == cudaErrorNoDevice || (r == cudaSuccess && n == 0))
+        return fail(e, GEN_MODEL, "there is no CUDA device: use --backend cpu");
+    if (r == cudaErrorInsufficientDriver) {
+        cudaDriverGetVersion(&driver);
+        if (driver == 0) return fail(e, GEN_MODEL, "there is no CUDA driver: use --backend cpu");
+        return fail(e, GEN_MODEL, "the CUDA driver is too old (%d.%d, but gen needs %d.%d): update it or use --backend cpu",
+                    driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    }
+    if (r == cudaSuccess) r = cudaGetDeviceProperties(device, 0);
+    if (r != cudaSuccess) return fail(e, GEN_MODEL, "CUDA cannot be used: %s", cudaGetErrorString(r));
+    if (device->major < 8)
+        return fail(e, GEN_MODEL, "the CUDA device %s has compute capability %d.%d, but 8.0 is needed: use --backend cpu",
+                    device->name, device->major, device->minor);
+    return true;
+}
+
+static bool open_parts(struct cuda *c, const struct backend_options *o)
+{
+    const struct model *m = c->m;
+    const char *odd = attention_refuses(m->head_k, m->head_v, m->n_head / m->n_kv);
+    if (odd) return fail(c->e, GEN_MODEL, "%s: the CUDA backend does not take %s: use --backend cpu", gguf_path(m->file), odd);
+    if (!find_device(&c->device, c->e)) return false;
+    c->max_rows = o->max_rows;
+    c->max_sequences = o->max_sequences;
+    c->max_seen = o->max_seen;
+    c->dependent = c->device.major >= 9;
+    c->shared_limit = (int)c->device.sharedMemPerBlockOptin;
+    c->resident = 2 * c->device.multiProcessorCount;
+    c->layers = (device_layer *)alloc_zeroed(m->n_layer, sizeof *c->layers, "the layers", c->e);
+    if (!c->layers || !check(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "cudaStreamCreate", "the stream"))
+        return false;
+    if (cublasCreate(&c->blas) != CUBLAS_STATUS_SUCCESS || cublasSetStream(c->blas, c->stream) != CUBLAS_STATUS_SUCCESS)
+        return fail(c->e, GEN_RUN, "cuBLAS: cublasCreate failed");
+    if (!load_weights(c, o->progress) || !open_buffers(c)) return false;
+    c->base.name = "cuda";
+    c->base.forward = forward;
+    c->base.logits = logits;
+    c->base.best = best_token;
+    c->base.close = cuda_close;
+    c->base.isa = c->device.name;
+    c->base.threads = 1;
+    c->base.weight_bytes = c->weight_bytes;
+    c->base.device = &c->pool;
+    return true;
+}
+
+extern "C" bool cuda_open(struct backend **out, const struct model *m, const struct backend_options *o, struct error *e)
+{
+    struct cuda *c = (struct cuda *)alloc_zeroed(1, sizeof *c, "the CUDA backend", e);
+    if (!c) return false;
+    c->m = m;
+    c->e = e;
+    c->pool = { pool_open, pool_close, pool_copy };
+    if (!open_parts(c, o)) return cuda_close(&c->base), false;
+    c->e = NULL;
+    *out = &c->base;
+    return true;
+}
+
+extern "C" size_t cuda_memory(struct error *e)
+{
+    cudaDeviceProp device;
+    size_t available = 0, all = 0;
+    if (!find_device(&device, e)) return 0;
+    if (cudaMemGetInfo(&available, &all) != cudaSuccess) return fail(e, GEN_RUN, "CUDA: cudaMemGetInfo failed"), 0;
+    return available;
+}
