@@ -20,9 +20,7 @@
  *     prefill<*>          255        1024
  *     append, seal        64         0
  */
-extern "C" {
 #include "attention.h"
-}
 #include "device.h"
 
 extern __shared__ unsigned char smem[];
@@ -175,40 +173,40 @@ static __device__ inline int scores_of(const unsigned char *tile, int head_k, co
     const unsigned char *codes = scales + kv_scale_bytes((kv_type)T, head_k);
     int n_blocks = sealed ? kv_blocks((kv_type)T, head_k) : 1;
     float acc[G][N];
-#pragma unroll
+    UNROLL
     for (int g = 0; g < G; g++)
-#pragma unroll
+        UNROLL
         for (int i = 0; i < N; i++) acc[g][i] = 0;
     for (int b = 0; b < n_blocks; b++) {
         int end = b + 1 == n_blocks ? head_k : 32 * (b + 1);
         float scale[N];
         if (sealed)
-#pragma unroll
+            UNROLL
             for (int i = 0; i < N; i++)
                 scale[i] = scale_of<T>(scales, b * KV_BLOCK + (i < 4 ? 4 * w + i : 16 + 4 * w + i - 4));
-#pragma unroll 4
+        UNROLL_4
         for (int d = 32 * b + c; d < end; d += N) {
             float k[N], x[G];
             code<T>::get(*(const uint32_t *)(codes + (size_t)(d * L + w) * 4), k);
             load_floats<G>(q + d * q_stride, x);
             if (sealed) {
                 float mean = T == KV_INT4 ? half_to_float(((const uint16_t *)tile)[d]) : 0;
-#pragma unroll
+                UNROLL
                 for (int i = 0; i < N; i++) k[i] = T == KV_INT4 ? fmaf(k[i], scale[i], mean) : k[i] * scale[i];
             }
-#pragma unroll
+            UNROLL
             for (int g = 0; g < G; g++)
-#pragma unroll
+                UNROLL
                 for (int i = 0; i < N; i++) acc[g][i] = fmaf(x[g], k[i], acc[g][i]);
         }
     }
     /* The N lanes of a word share out its N tokens. */
-#pragma unroll
+    UNROLL
     for (int g = 0; g < G; g++) {
-#pragma unroll
+        UNROLL
         for (int step = N / 2; step; step /= 2) {
             bool upper = c & step;
-#pragma unroll
+            UNROLL
             for (int i = 0; i < step; i++) {
                 float give = upper ? acc[g][i] : acc[g][i + step], keep = upper ? acc[g][i + step] : acc[g][i];
                 acc[g][i] = keep + __shfl_xor_sync(ALL_LANES, give, step * L);
@@ -272,12 +270,12 @@ static __device__ inline void add_values(const unsigned char *tile, int head_v, 
     const unsigned char *codes = tile + kv_scale_bytes((kv_type)T, head_v);
     int last = sealed ? kv_blocks((kv_type)T, head_v) - 1 : 0;
     int from = pairs ? 0 : t0, to = pairs ? KV_BLOCK / 2 : t1;
-#pragma unroll 4
+    UNROLL_4
     for (int t = from; t < to; t++) {
         float x[pairs ? 2 * G : G];
         load_floats<G>(p + t * P, x);
         if (pairs) load_floats<G>(p + (t + 16) * P, x + (pairs ? G : 0));
-#pragma unroll
+        UNROLL
         for (int j = 0; j < PIECES; j++) {
             int d = j * 128 + lane * EACH;
             if (d >= head_v) continue;
@@ -287,15 +285,15 @@ static __device__ inline void add_values(const unsigned char *tile, int head_v, 
                 int b = d / 32 < last ? d / 32 : last;
                 float scale = scale_of<T>(tile, b * KV_BLOCK + t);
                 float far = pairs ? scale_of<T>(tile, b * KV_BLOCK + t + (pairs ? 16 : 0)) : 0;
-#pragma unroll
+                UNROLL
                 for (int i = 0; i < EACH; i++) {
                     v[i] *= scale;
                     if (pairs) v[EACH + i] *= far;
                 }
             }
-#pragma unroll
+            UNROLL
             for (int g = 0; g < G; g++)
-#pragma unroll
+                UNROLL
                 for (int i = 0; i < EACH; i++) {
                     o[g][j * EACH + i] = fmaf(x[g], v[i], o[g][j * EACH + i]);
                     if (pairs) o[g][j * EACH + i] = fmaf(x[(pairs ? G : 0) + g], v[EACH + i], o[g][j * EACH + i]);
@@ -325,11 +323,11 @@ template <int G, int HV> struct state { float m[G], l[G], o[G][HV / WARP]; };
 
 template <int G, int HV> static __device__ inline void start(state<G, HV> &s)
 {
-#pragma unroll
+    UNROLL
     for (int g = 0; g < G; g++) {
         s.m[g] = -INFINITY;
         s.l[g] = 0;
-#pragma unroll
+        UNROLL
         for (int i = 0; i < HV / WARP; i++) s.o[g][i] = 0;
     }
 }
@@ -342,11 +340,11 @@ static __device__ inline void step(const attention &a, const kv_store &types, co
                                    float *p, state<G, HV> &s)
 {
     constexpr int AT_ONCE = G > 8 ? 8 : G;             /* queries whose scores are in registers together */
-#pragma unroll
+    UNROLL
     for (int g0 = 0; g0 < G; g0 += AT_ONCE) {
         float x[AT_ONCE], keep[AT_ONCE];
         int t = scores<AT_ONCE>(types.type_k, stage, a.head_k, q + g0, q_stride, x), token = block * KV_BLOCK + t;
-#pragma unroll
+        UNROLL
         for (int i = 0; i < AT_ONCE; i++) {
             int g = g0 + i;
             if (a.cap > 0) x[i] = a.cap * tanhf(x[i] / a.cap);
@@ -357,7 +355,7 @@ static __device__ inline void step(const attention &a, const kv_store &types, co
             s.m[g] = top;
             s.l[g] = s.l[g] * keep[i] + x[i];
             if (keep[i] != 1)
-#pragma unroll
+                UNROLL
                 for (int j = 0; j < HV / WARP; j++) s.o[g][j] *= keep[i];
             p[t * G + g] = x[i];
         }
@@ -702,13 +700,13 @@ template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS *
     __syncthreads();
     float *meet = (float *)stages;
     size_t stride = a.head_v + 2;
-#pragma unroll
+    UNROLL
     for (int g = 0; g < G; g++) {
         float l = warp_sum(st.l[g]), *at = meet + (g * warps + warp) * stride;
         if (lane == 0) at[0] = st.m[g], at[1] = l;
-#pragma unroll
+        UNROLL
         for (int j = 0; j < channels<HV>::PIECES; j++)
-#pragma unroll
+            UNROLL
             for (int i = 0; i < channels<HV>::EACH; i++) {
                 int d = j * 128 + lane * channels<HV>::EACH + i;
                 if (d < a.head_v) at[2 + d] = st.o[g][j * channels<HV>::EACH + i];
@@ -815,14 +813,14 @@ template <int HV> static __global__ void __launch_bounds__(PREFILL_WARPS * WARP)
         }
         __pipeline_wait_prior(0);
     }
-#pragma unroll
+    UNROLL
     for (int g = 0; g < EACH; g++) {
         int i = warp * EACH + g;
         float l = warp_sum(st.l[g]);
         if (i >= n_q) continue;
-#pragma unroll
+        UNROLL
         for (int j = 0; j < channels<HV>::PIECES; j++)
-#pragma unroll
+            UNROLL
             for (int k = 0; k < channels<HV>::EACH; k++) {
                 int d = j * 128 + lane * channels<HV>::EACH + k;
                 if (d < a.head_v) x[d] = st.o[g][j * channels<HV>::EACH + k];
@@ -835,7 +833,7 @@ template <int HV> static __global__ void __launch_bounds__(PREFILL_WARPS * WARP)
 
 /* ---- launches --------------------------------------------------------------------------------------------------------- */
 
-extern "C" const char *attention_refuses(int head_k, int head_v, int group)
+const char *attention_refuses(int head_k, int head_v, int group)
 {
     if (head_k > 256 || head_v > 256) return "heads of more than 256 channels";
     if (head_k % 2 || head_v % 2 || (head_v > 64 && head_v % 4)) return "head sizes that are not a multiple of 4";
@@ -859,7 +857,7 @@ template <int G> static attention_launch decode_of(const attention *a, int n_row
     return l;
 }
 
-extern "C" struct attention_launch attention_decode(const struct attention *a, int n_rows, size_t shared_limit)
+struct attention_launch attention_decode(const struct attention *a, int n_rows, size_t shared_limit)
 {
     int group = a->n_head / a->n_kv, parts = attention_parts(group), each = (group + parts - 1) / parts;
     return each == 1 ? decode_of<1>(a, n_rows, shared_limit) : each == 2 ? decode_of<2>(a, n_rows, shared_limit)
@@ -867,13 +865,13 @@ extern "C" struct attention_launch attention_decode(const struct attention *a, i
          : decode_of<16>(a, n_rows, shared_limit);
 }
 
-extern "C" struct attention_launch attention_append(const struct attention *a, int n_rows)
+struct attention_launch attention_append(const struct attention *a, int n_rows)
 {
     return { "attention append", append_kernel, dim3(a->n_kv, n_rows), dim3(2 * WARP),
              sizeof(float) * (a->head_k + a->head_v) };
 }
 
-extern "C" struct attention_launch attention_seal(const struct attention *a, int n_rows)
+struct attention_launch attention_seal(const struct attention *a, int n_rows)
 {
     return { "attention seal", seal_kernel, dim3(a->n_kv, n_rows, 2), dim3(128), 0 };
 }
@@ -883,12 +881,12 @@ static size_t prefill_shared(const attention *a, int stages)
     return prefill_floats(*a) * sizeof(float) + (size_t)stages * (k_room(*a) + v_room(*a));
 }
 
-extern "C" int attention_prefill_stages(const struct attention *a, size_t shared_limit)
+int attention_prefill_stages(const struct attention *a, size_t shared_limit)
 {
     return prefill_shared(a, 2) <= shared_limit ? 2 : 1;
 }
 
-extern "C" struct attention_launch attention_prefill(const struct attention *a, int n_runs)
+struct attention_launch attention_prefill(const struct attention *a, int n_runs)
 {
     return { "attention prefill",
              a->head_v <= 64 ? prefill_kernel<64> : a->head_v <= 128 ? prefill_kernel<128> : prefill_kernel<256>,

@@ -5,8 +5,10 @@
 
 #include <cuda_runtime.h>
 
+extern "C" {
 #include "kvcache.h"
 #include "model.h"
+}
 
 /* The pages of one pool. */
 struct kv_store {

@@ -34,10 +34,14 @@ struct backend {
     bool (*forward)(struct backend *b, const struct batch *batch, struct error *e);
     /* Logits of the i-th row of the last batch that wanted them: [n_vocab] floats, valid until the next forward. */
     const float *(*logits)(struct backend *b, int i);
+    /* The token of its largest logit (the lowest id among equals), where that is cheaper than reading them all; -1 where
+     * there is a NaN. NULL = this backend has only logits. */
+    int32_t (*best)(struct backend *b, int i);
     void (*close)(struct backend *b);
     const char *isa;                   /* instruction set in use */
     int threads;
     size_t weight_bytes;               /* memory held for weights beside the mapped file */
+    struct kv_device *device;          /* memory that the page pools are to lie in; NULL = this process's */
 };
 
 struct backend_options {
@@ -51,5 +55,11 @@ struct backend_options {
 
 /* The CPU backend (cpu.c). Errors: GEN_USAGE for GEN_ISA, GEN_MODEL for a file that shrinks, GEN_RUN for memory. */
 bool cpu_open(struct backend **out, const struct model *m, const struct backend_options *o, struct error *e);
+
+/* The CUDA backend (cuda.cu), on the first device. Errors: GEN_MODEL where this program, machine or model cannot use
+ * CUDA, GEN_RUN for memory (bytes wanted, bytes free, what to lower) and for calls that fail (call and kernel). */
+bool cuda_open(struct backend **out, const struct model *m, const struct backend_options *o, struct error *e);
+/* Free bytes of the device that cuda_open would take; 0 after filling *e as it would. */
+size_t cuda_memory(struct error *e);
 
 #endif

@@ -959,7 +959,8 @@ static bool open_parts(struct cpu *c, const struct backend_options *o, struct er
     if (!v.base) return false;
     v.used = 0;
     carve_all(c, &v);
-    c->base = (struct backend){ "cpu", forward, logits, cpu_close, c->k->name, threads, c->weights_bytes };
+    c->base = (struct backend){ .name = "cpu", .forward = forward, .logits = logits, .close = cpu_close,
+                                .isa = c->k->name, .threads = threads, .weight_bytes = c->weights_bytes };
     return true;
 }
 

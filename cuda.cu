@@ -16,11 +16,16 @@
  *     all others          64         256
  */
 #include <cublas_v2.h>
+#ifdef __CUDACC__
+#include <dlfcn.h>
+#endif
+#include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-extern "C" {
 #include "attention.h"
+extern "C" {
 #include "backend.h"
 }
 #include "device.h"
@@ -140,7 +145,7 @@ static __device__ inline uint32_t iq4_levels(uint32_t x)
 template <int T> static __device__ inline block unpack(const raw_block<T> &r)
 {
     block b;
-#pragma unroll
+    UNROLL
     for (int j = 0; j < 8; j++) {
         if (low_bits(T) == 8) b.q[j] = r.a[j];
         else if (low_bits(T) == 2) b.q[j] = r.a[j / 4] >> 2 * (j % 4) & 0x03030303u;
@@ -259,6 +264,7 @@ static __device__ void file_scales(enum tensor_type type, const uint8_t *row, in
 static __global__ void repack_kernel(weight w, const uint8_t *file, int row0, int n, size_t bytes)
 {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    wait_for_previous();
     if (i >= (size_t)n * w.nb) return;
     int r = (int)(i / w.nb), b = (int)(i % w.nb);
     const uint8_t *row = file + r * bytes;
@@ -306,10 +312,10 @@ static __global__ void dequantise_kernel(weight w, int row0, int n, uint16_t *ou
     FOR_QUANTISED(w.type, UNPACK)
 #undef UNPACK
     uint4 *to = (uint4 *)out + i * 4;
-#pragma unroll
+    UNROLL
     for (int k = 0; k < 4; k++) {
         uint32_t v[4];
-#pragma unroll
+        UNROLL
         for (int j = 0; j < 4; j++)
             v[j] = float_to_half(weight_of(b, 8 * k + 2 * j)) | (uint32_t)float_to_half(weight_of(b, 8 * k + 2 * j + 1)) << 16;
         to[k] = make_uint4(v[0], v[1], v[2], v[3]);
@@ -492,13 +498,13 @@ static __device__ inline void two_rows(const weight &wa, int ra, const weight &w
     for (int b = lane; b < nb; b += WARP) {
         if (b + WARP < nb) next[0] = load_block<T>(wa, ra, b + WARP), next[1] = load_block<T>(wb, rb, b + WARP);
         block w[2] = { unpack<T>(now[0]), unpack<T>(now[1]) };
-#pragma unroll
+        UNROLL
         for (int i = 0; i < NX; i++) {
             uint4 low = ((const uint4 *)x.low)[i * nb + b], high = ((const uint4 *)x.high)[i * nb + b];
             uint2 ds = x.ds[i * nb + b];
             float d = __uint_as_float(ds.x);
             int sum_low = (int16_t)ds.y, sum_high = (int)ds.y >> 16;
-#pragma unroll
+            UNROLL
             for (int r = 0; r < 2; r++) {
                 int p = __dp4a((int)w[r].q[0], (int)low.x, 0), q = __dp4a((int)w[r].q[4], (int)high.x, 0);
                 p = __dp4a((int)w[r].q[1], (int)low.y, p), q = __dp4a((int)w[r].q[5], (int)high.y, q);
@@ -526,25 +532,25 @@ static __device__ inline void two_float_rows(const weight &wa, int ra, const wei
     int lane = threadIdx.x % WARP;
     for (int c = lane * EACH; c < wa.nb; c += WARP * EACH) {
         float w[2][8];
-#pragma unroll
+        UNROLL
         for (int r = 0; r < 2; r++) {
             const weight &m = r ? wb : wa;
             size_t at = (size_t)(r ? rb : ra) * m.nb + c;
             uint4 v = stream_load((const uint4 *)(m.a + at * (T == T_F32 ? 4 : 2)));
             uint32_t word[4] = { v.x, v.y, v.z, v.w };
-#pragma unroll
+            UNROLL
             for (int i = 0; i < 4; i++) {
                 if (T == T_F32) w[r][i] = __uint_as_float(word[i]);
                 else if (T == T_F16) w[r][2 * i] = low_half(word[i]), w[r][2 * i + 1] = high_half(word[i]);
                 else w[r][2 * i] = bf16_to_float(word[i] & 0xffff), w[r][2 * i + 1] = bf16_to_float(word[i] >> 16);
             }
         }
-#pragma unroll
+        UNROLL
         for (int i = 0; i < NX; i++)
-#pragma unroll
+            UNROLL
             for (int j = 0; j < EACH; j += 4) {
                 float4 v = *(const float4 *)(x + i * stride + c + j);
-#pragma unroll
+                UNROLL
                 for (int r = 0; r < 2; r++) {
                     sum[r][i] = fmaf(w[r][j], v.x, sum[r][i]);
                     sum[r][i] = fmaf(w[r][j + 1], v.y, sum[r][i]);
@@ -559,7 +565,7 @@ template <int NX>
 static __device__ inline void pair_of_rows(const weight &wa, int ra, const weight &wb, int rb, const acts &x,
                                            const float *floats, int stride, float sum[2][NX])
 {
-#pragma unroll
+    UNROLL
     for (int i = 0; i < NX; i++) sum[0][i] = sum[1][i] = 0;
     switch (wa.type) {
     case T_F32: two_float_rows<T_F32, NX>(wa, ra, wb, rb, floats, stride, sum); break;
@@ -569,7 +575,7 @@ static __device__ inline void pair_of_rows(const weight &wa, int ra, const weigh
     default: FOR_QUANTISED(wa.type, TWO_ROWS)
 #undef TWO_ROWS
     }
-#pragma unroll
+    UNROLL
     for (int i = 0; i < NX; i++) sum[0][i] = warp_sum(sum[0][i]), sum[1][i] = warp_sum(sum[1][i]);
 }
 
@@ -606,7 +612,7 @@ template <int NX> static __global__ void __launch_bounds__(PRODUCT_WARPS * WARP,
         float sum[2][NX];
         if (p.epilogue == GLU) {
             pair_of_rows<NX>(p.w[0], pair, p.w[1], pair, x, floats, k, sum);
-#pragma unroll
+            UNROLL
             for (int i = 0; i < NX; i++)
                 if (lane == i && i < p.n) p.y[(size_t)i * p.ld + pair] = activate(sum[0][i], sum[1][i], p.act);
             continue;
@@ -615,9 +621,9 @@ template <int NX> static __global__ void __launch_bounds__(PRODUCT_WARPS * WARP,
         while (i0 >= (p.w[m].rows + 1) / 2) i0 -= (p.w[m].rows + 1) / 2, column += p.w[m].rows, m++;
         int ra = 2 * i0, rb = ra + 1 < p.w[m].rows ? ra + 1 : ra;
         pair_of_rows<NX>(p.w[m], ra, p.w[m], rb, x, floats, k, sum);
-#pragma unroll
+        UNROLL
         for (int i = 0; i < NX; i++)
-#pragma unroll
+            UNROLL
             for (int r = 0; r < 2; r++) {
                 if (lane != 2 * i + r || i >= p.n || ra + r >= p.w[m].rows) continue;
                 float y = sum[r][i];
@@ -641,7 +647,7 @@ struct prepare {
     uint16_t *half;                    /* [rows][ld] in f16; NULL = not wanted */
     float *full;                       /* the same in f32 */
     int ld;                            /* n padded with zeros */
-    float *scale;                      /* [rows]; what half was divided by so that it fits; NULL = numbers are clipped */
+    float *scale;                      /* [rows] what half was divided by so that it fits; NULL = numbers are clipped */
 };
 
 static __global__ void __launch_bounds__(256) prepare_kernel(prepare p)
@@ -655,7 +661,8 @@ static __global__ void __launch_bounds__(256) prepare_kernel(prepare p)
     const float *gate = p.in.norm ? buf : p.plain + r * p.n, *up = p.up ? p.up + r * p.n : NULL;
     if (p.scale) {
         float most = 0;
-        for (int i = threadIdx.x; i < p.n; i += blockDim.x) most = fmaxf(most, fabsf(up ? activate(gate[i], up[i], p.act) : gate[i]));
+        for (int i = threadIdx.x; i < p.n && p.half; i += blockDim.x)
+            most = fmaxf(most, fabsf(up ? activate(gate[i], up[i], p.act) : gate[i]));
         most = warp_max(most);
         if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = most;
         __syncthreads();
@@ -740,6 +747,48 @@ static __global__ void __launch_bounds__(256) best_kernel(const float *logits, i
     if (threadIdx.x == 0) out[blockIdx.y] = of.id, arrived[blockIdx.y] = 0;
 }
 
+/* ---- cuBLAS: loaded when it is needed, so that the program starts where it is not installed -------------------------------------- */
+
+struct blas {
+    void *library;
+    cublasHandle_t handle;
+    decltype(&cublasCreate) create;
+    decltype(&cublasDestroy) destroy;
+    decltype(&cublasSetStream) set_stream;
+    decltype(&cublasGemmEx) gemm;
+};
+
+static bool blas_open(struct blas *b, cudaStream_t stream, struct error *e)
+{
+#ifdef __CUDACC__
+    char name[40];
+    snprintf(name, sizeof name, "libcublas.so.%d", CUBLAS_VER_MAJOR);
+    b->library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (!b->library)
+        return fail(e, GEN_MODEL, "cuBLAS cannot be loaded (%s): put its folder into LD_LIBRARY_PATH, or use --backend cpu",
+                    dlerror());
+    b->create = (decltype(b->create))dlsym(b->library, "cublasCreate_v2");
+    b->destroy = (decltype(b->destroy))dlsym(b->library, "cublasDestroy_v2");
+    b->set_stream = (decltype(b->set_stream))dlsym(b->library, "cublasSetStream_v2");
+    b->gemm = (decltype(b->gemm))dlsym(b->library, "cublasGemmEx");
+    if (!b->create || !b->destroy || !b->set_stream || !b->gemm)
+        return fail(e, GEN_MODEL, "%s lacks functions of cuBLAS: use --backend cpu", name);
+#else
+    *b = { NULL, NULL, cublasCreate, cublasDestroy, cublasSetStream, cublasGemmEx };
+#endif
+    cublasStatus_t r = b->create(&b->handle);
+    if (r == CUBLAS_STATUS_SUCCESS) r = b->set_stream(b->handle, stream);
+    return r == CUBLAS_STATUS_SUCCESS || fail(e, GEN_RUN, "cuBLAS: cublasCreate failed with status %d", (int)r);
+}
+
+static void blas_close(struct blas *b)
+{
+    if (b->handle) b->destroy(b->handle);
+#ifdef __CUDACC__
+    if (b->library) dlclose(b->library);
+#endif
+}
+
 /* ---- the backend -------------------------------------------------------------------------------------------------------------------- */
 
 struct device_layer {
@@ -764,7 +813,7 @@ struct cuda {
     int shared_limit, resident;        /* bytes of shared memory a block; blocks of the product kernel on the device */
     bool dependent;                    /* kernels may start before the one before them ends */
     cudaStream_t stream;
-    cublasHandle_t blas;
+    struct blas blas;
     int max_rows, max_sequences;
     void **allocated;                  /* what is to be freed */
     int n_allocated, most_allocated;
@@ -930,7 +979,7 @@ static void gemm(struct cuda *c, const weight &w, int n, int x_ld, float *y, int
             launch(c, "widen", widen_kernel, grid, dim3(128), 0, (const uint16_t *)w.a + (size_t)r0 * w.nb, count, c->tile);
         else if (!direct) launch(c, "dequantise", dequantise_kernel, grid, dim3(128), 0, w, r0, rows, (uint16_t *)c->tile);
         cudaDataType_t type = full ? CUDA_R_32F : CUDA_R_16F;
-        cublasStatus_t r = cublasGemmEx(c->blas, CUBLAS_OP_T, CUBLAS_OP_N, rows, n, k, &one, tile, type, k,
+        cublasStatus_t r = c->blas.gemm(c->blas.handle, CUBLAS_OP_T, CUBLAS_OP_N, rows, n, k, &one, tile, type, k,
                                         full ? (const void *)c->full : c->half, type, x_ld, &zero, y + r0, CUDA_R_32F, ld,
                                         CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
         if (r != CUBLAS_STATUS_SUCCESS && !c->e->code)
@@ -938,7 +987,8 @@ static void gemm(struct cuda *c, const weight &w, int n, int x_ld, float *y, int
     }
 }
 
-static void many(struct cuda *c, const weight *w, int n_w, prepare p, int n, float *y, int ld)
+/* Makes the inputs of n_w matrices that follow each other, in the forms that they need. */
+static void inputs(struct cuda *c, const weight *w, int n_w, prepare p, int n)
 {
     bool half = false, full = false;
     for (int i = 0; i < n_w; i++)
@@ -947,9 +997,14 @@ static void many(struct cuda *c, const weight *w, int n_w, prepare p, int n, flo
     p.ld = padded(p.n);
     p.half = half ? c->half : NULL;
     p.full = full ? c->full : NULL;
-    if (full) p.scale = NULL;
     launch(c, "prepare", prepare_kernel, dim3(n), dim3(256), p.in.norm ? sizeof(float) * p.n : 0, p);
-    for (int i = 0; i < n_w; y += w[i++].rows) gemm(c, w[i], n, p.ld, y, ld);
+}
+
+/* Their products, side by side in y[n][ld]. */
+static void many(struct cuda *c, const weight *w, int n_w, const prepare &p, int n, float *y, int ld)
+{
+    inputs(c, w, n_w, p, n);
+    for (int i = 0; i < n_w; y += w[i++].rows) gemm(c, w[i], n, padded(p.n), y, ld);
 }
 
 /* ---- the forward pass ---- */
@@ -1064,24 +1119,13 @@ static const float *many_rows(struct cuda *c, int n, int n_runs, bool alone)
         o.n = m->n_head * m->head_v;
         many(c, &l.o, 1, o, n, c->proj, m->n_embd);
         p.in = residual_of(c, c->x[0], c->proj, l.o_bias, l.attn_post_norm, l.ffn_norm, c->x[0]);
-        weight both[] = { l.gate, l.up };
-        many(c, both, 1, p, n, c->gate, m->n_ff);
-        for (int k = 1; k < 2; k++) {              /* up takes the same input, made anew where its type differs */
-            bool same = (both[0].type == T_F32 || both[0].type == T_BF16) == (both[1].type == T_F32 || both[1].type == T_BF16);
-            if (same) gemm(c, both[1], n, padded(p.n), c->up, m->n_ff);
-            else {
-                p.in.y = NULL;
-                p.in.x_out = NULL;
-                many(c, &both[1], 1, p, n, c->up, m->n_ff);
-            }
-        }
+        inputs(c, &l.gate, 2, p, n);
+        gemm(c, l.gate, n, padded(p.n), c->gate, m->n_ff);
+        gemm(c, l.up, n, padded(p.n), c->up, m->n_ff);
         o.plain = c->gate, o.up = c->up;
         o.act = m->act;
         o.n = m->n_ff;
         o.scale = c->full_scale;
-        if (l.down.type == T_F32 || l.down.type == T_BF16)
-            check(c, cudaMemcpyAsync(c->full_scale, c->full_scale + c->max_rows, sizeof(float) * n, cudaMemcpyDeviceToDevice,
-                                     c->stream), "cudaMemcpy", "scales");
         many(c, &l.down, 1, o, n, c->proj, m->n_embd);
     }
     return c->x[0];
@@ -1317,7 +1361,7 @@ static void cuda_close(struct backend *b)
     if (c->host_step) cudaFreeHost(c->host_step);
     if (c->host_ids) cudaFreeHost(c->host_ids);
     if (c->host_logits) cudaFreeHost(c->host_logits);
-    if (c->blas) cublasDestroy(c->blas);
+    blas_close(&c->blas);
     if (c->stream) cudaStreamDestroy(c->stream);
     free(c->allocated);
     free(c->tables);
@@ -1470,7 +1514,7 @@ static bool open_buffers(struct cuda *c)
               scratch(c, &c->part, splits * m->n_head * (m->head_v + 2)) &&
               scratch(c, &c->arrived, (size_t)c->max_sequences * m->n_kv * group_parts) &&
               scratch(c, &c->best_part, (size_t)LOGIT_ROWS * BEST_BLOCKS) && scratch(c, &c->best_arrived, LOGIT_ROWS) &&
-              scratch(c, &c->best_ids, LOGIT_ROWS) && scratch(c, &c->full_scale, rows * 2);
+              scratch(c, &c->best_ids, LOGIT_ROWS) && scratch(c, &c->full_scale, rows);
     for (int g = 0; g < KV_GROUPS && ok; g++) {
         const struct rope *p = g == KV_LOCAL ? &m->rope_local : &m->rope_global;
         ok = scratch(c, &c->cs[g], rows * half) && scratch(c, &c->sn[g], rows * half) && scratch(c, &c->freq[g], half) &&
@@ -1495,12 +1539,7 @@ static bool open_buffers(struct cuda *c)
     memset(c->host_step, 0, c->step_bytes);
     carve_step(c, (char *)c->host_step, &c->host);
     carve_step(c, dev, &c->dev);
-    float ones[64];                    /* the scales of rows that are not scaled, in the second half */
-    for (int i = 0; i < 64; i++) ones[i] = 1;
-    for (size_t at = 0; at < 2 * rows && ok; at += 64)
-        ok = check(c, cudaMemcpyAsync(c->full_scale + at, ones, sizeof(float) * (2 * rows - at < 64 ? 2 * rows - at : 64),
-                                      cudaMemcpyHostToDevice, c->stream), "cudaMemcpy", "scales");
-    return ok && check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "working memory");
+    return check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "working memory");
 }
 
 /* The device that is used, the first one: true, or why there is none. */
@@ -1539,8 +1578,7 @@ static bool open_parts(struct cuda *c, const struct backend_options *o)
     c->layers = (device_layer *)alloc_zeroed(m->n_layer, sizeof *c->layers, "the layers", c->e);
     if (!c->layers || !check(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "cudaStreamCreate", "the stream"))
         return false;
-    if (cublasCreate(&c->blas) != CUBLAS_STATUS_SUCCESS || cublasSetStream(c->blas, c->stream) != CUBLAS_STATUS_SUCCESS)
-        return fail(c->e, GEN_RUN, "cuBLAS: cublasCreate failed");
+    if (c->max_rows > FEW && !blas_open(&c->blas, c->stream, c->e)) return false;
     if (!load_weights(c, o->progress) || !open_buffers(c)) return false;
     c->base.name = "cuda";
     c->base.forward = forward;

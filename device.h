@@ -9,6 +9,15 @@
 #include <math.h>
 #include <stdint.h>
 
+/* In front of a loop over registers, and of one that is to have four loads under way. */
+#ifdef __CUDACC__
+#define UNROLL _Pragma("unroll")
+#define UNROLL_4 _Pragma("unroll 4")
+#else
+#define UNROLL
+#define UNROLL_4
+#endif
+
 enum { WARP = 32 };
 #define ALL_LANES 0xffffffffu
 

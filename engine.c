@@ -14,6 +14,7 @@ _Static_assert(HEAD_MOST <= KV_HEAD_MOST, "the cache takes every head of a model
 struct engine {
     const struct model *m;
     struct backend *b;
+    char note[sizeof ((struct error *)0)->text];   /* why CUDA is not used */
     struct engine_options o;
     int64_t ctx;
     int chunk, max_rows;               /* rows of a prefill chunk, and of the largest batch */
@@ -153,6 +154,21 @@ bool engine_estimate(const struct model *m, const struct engine_options *o, stru
 static _Thread_local void (*progress_of_load)(const char *, double);
 static void load_progress(double done) { progress_of_load("loading", done); }
 
+/* CUDA where it is asked for, or can be used and is not forbidden. */
+static bool open_backend(struct engine *g, const struct backend_options *o, struct error *e)
+{
+    struct error why = { 0 };
+    if (g->o.backend == BACKEND_CUDA && comm_size(o->comm) > 1)
+        return fail(e, GEN_USAGE, "--tensor-parallel divides a model over processors only: use --backend cpu");
+    if (g->o.backend == BACKEND_CUDA && g->o.kv_offload)
+        return fail(e, GEN_USAGE, "--kv-offload moves pages of the CPU backend only: use --backend cpu");
+    bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !g->o.kv_offload;
+    if (can && cuda_open(&g->b, g->m, o, &why)) return true;
+    if (can) memcpy(g->note, why.text, sizeof g->note);
+    if (g->o.backend == BACKEND_CUDA) return *e = why, false;
+    return cpu_open(&g->b, g->m, o, e);
+}
+
 static bool open_part(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e)
 {
     struct plan p;
@@ -171,6 +187,15 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
     int rows = g->chunk = p.chunk;
     if (rows < o->max_sequences) rows = o->max_sequences;
     g->max_rows = rows > EXTEND_ROWS ? rows : EXTEND_ROWS;
+    g->rows = alloc_zeroed(g->max_rows, sizeof *g->rows, "the batch", e);
+    g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
+    g->step = alloc_zeroed(o->max_sequences, sizeof *g->step, "the batch's parts", e);
+    if (!g->rows || !g->views || !g->step) goto bad;
+    progress_of_load = o->progress;
+    struct backend_options bo = { o->threads, g->max_rows, o->max_sequences, p.seen,
+                                  o->progress ? load_progress : NULL, o->comm };
+    if (!open_backend(g, &bo, e)) goto bad;
+    g->memory.device = g->b->device;
     for (int i = 0; i < KV_GROUPS; i++)
         if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i], &g->memory, e) ||
             !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], &g->memory, e))
@@ -181,14 +206,6 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
          * number */
         if (!o->kv_memory) g->main[i].most_idle /= o->max_sequences;
     }
-    g->rows = alloc_zeroed(g->max_rows, sizeof *g->rows, "the batch", e);
-    g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
-    g->step = alloc_zeroed(o->max_sequences, sizeof *g->step, "the batch's parts", e);
-    if (!g->rows || !g->views || !g->step) goto bad;
-    progress_of_load = o->progress;
-    struct backend_options bo = { o->threads, g->max_rows, o->max_sequences, p.seen,
-                                  o->progress ? load_progress : NULL, o->comm };
-    if (!cpu_open(&g->b, m, &bo, e)) goto bad;
     *out = g;
     return true;
 bad:
@@ -230,11 +247,11 @@ bool engine_serve(struct engine *g, struct error *e)
 void engine_close(struct engine *g)
 {
     if (!g) return;
-    if (g->b) g->b->close(g->b);
     for (int i = 0; i < KV_GROUPS; i++) {
         kv_pool_close(&g->main[i]);
         kv_pool_close(&g->raw[i]);
     }
+    if (g->b) g->b->close(g->b);
     free(g->rows);
     free(g->views);
     free(g->step);
@@ -245,6 +262,7 @@ void engine_close(struct engine *g)
 const struct model *engine_model(const struct engine *g) { return g->m; }
 int64_t engine_ctx(const struct engine *g) { return g->ctx; }
 const struct backend *engine_backend(const struct engine *g) { return g->b; }
+const char *engine_note(const struct engine *g) { return g->note; }
 
 bool engine_check(const struct engine *g)
 {

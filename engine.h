@@ -6,11 +6,13 @@
 #include "kvstore.h"
 
 enum kv_layout { KV_PAGED, KV_CONTIGUOUS };
+enum { BACKEND_AUTO, BACKEND_CPU, BACKEND_CUDA };      /* auto: CUDA where it can be used */
 
 struct engine_options {
     int64_t ctx;                       /* tokens a sequence may hold; 0 = the model's */
     int batch;                         /* rows of a prefill chunk; 0 = chosen */
     int threads;                       /* 0 = the cores this process may use */
+    int backend;                       /* BACKEND_AUTO, BACKEND_CPU, BACKEND_CUDA */
     int max_sequences;                 /* sequences alive at once, >= 1 */
     enum kv_layout layout;
     int page_size;                     /* tokens, multiple of KV_BLOCK; paged only */
@@ -34,6 +36,8 @@ void engine_close(struct engine *g);
 const struct model *engine_model(const struct engine *g);
 int64_t engine_ctx(const struct engine *g);
 const struct backend *engine_backend(const struct engine *g);
+/* Why CUDA is not used with BACKEND_AUTO, "" where it is. */
+const char *engine_note(const struct engine *g);
 
 /* With a model in parts, rank 0 uses the engine as ever. The other ranks wait for the options that its engine_open is
  * called with (false: there will be none, by ranks_tell of nothing), call engine_open with these and the same model's part,

@@ -312,7 +312,7 @@ static bool make_prompt(struct program *p, struct error *e)
 static struct engine_options engine_options(const struct program *p, int64_t ctx)
 {
     return (struct engine_options){
-        .ctx = ctx, .batch = p->o.batch, .threads = p->o.threads,
+        .ctx = ctx, .batch = p->o.batch, .threads = p->o.threads, .backend = p->o.backend,
         .max_sequences = p->o.mode == MODE_BATCH ? p->o.parallel : 1, .layout = p->o.layout,
         .page_size = p->o.page_size, .type_k = p->o.type_k, .type_v = p->o.type_v, .window = p->o.window,
         .sinks = p->o.sinks, .cache = !p->o.no_kv_cache, .share = !p->o.no_share,

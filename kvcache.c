@@ -20,7 +20,7 @@ void kv_free_push(struct kv_pool *p, int32_t page)
     p->tier[tier].n_free++;
     if (tier == KV_SLOW) return;
     p->memory->used -= bytes;
-    if (p->memory->limit == SIZE_MAX) return;
+    if (p->memory->limit == SIZE_MAX || p->memory->device) return;
     /* under a budget, what one pool does not use is another's */
     size_t from = ((size_t)page * bytes + unit - 1) / unit * unit, to = (size_t)(page + 1) * bytes / unit * unit;
     if (to > from) madvise(p->base + from, to - from, MADV_DONTNEED);
@@ -72,9 +72,11 @@ bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, 
     p->buckets = alloc_zeroed(p->n_buckets, sizeof *p->buckets, "the index of KV pages", e);
     if (!p->pages || !p->buckets) return kv_pool_close(p), false;
     p->tokens = reserve_bytes(sizeof *p->tokens * p->n_pages * shape->page_size, "the KV pages' tokens", e);
-    p->base = reserve_bytes(p->reserved, "the KV cache: lower --ctx-size or choose smaller -ctk and -ctv types", e);
+    struct kv_device *device = memory->device;
+    p->base = device ? device->open(device, p->reserved, e)
+            : reserve_bytes(p->reserved, "the KV cache: lower --ctx-size or choose smaller -ctk and -ctv types", e);
     if (!p->tokens || !p->base) return kv_pool_close(p), false;
-    madvise(p->base, page * n_pages, MADV_HUGEPAGE);   /* tiles of one head lie a page apart */
+    if (!device) madvise(p->base, page * n_pages, MADV_HUGEPAGE);   /* tiles of one head lie a page apart */
     if (memory->folder && !kv_file_open(p, start, e)) return kv_pool_close(p), false;
     memset(p->buckets, -1, sizeof *p->buckets * p->n_buckets);
     all_free(p, KV_FAST, 0, n_pages);
@@ -85,7 +87,9 @@ bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, 
 
 void kv_pool_close(struct kv_pool *p)
 {
-    release_bytes(p->base, p->reserved);
+    struct kv_device *device = p->memory ? p->memory->device : NULL;
+    if (device && p->base) device->close(device, p->base);
+    if (!device) release_bytes(p->base, p->reserved);
     release_bytes(p->tokens, sizeof *p->tokens * p->n_pages * p->shape.page_size);
     free(p->pages);
     free(p->buckets);
@@ -132,6 +136,13 @@ int kv_table_needs(const struct kv_table *t, const struct kv_pool *p, int64_t fr
     return (more > 0 ? more : 0) + not_own(t, p, from);
 }
 
+/* Copies between the pool and this process, or within the pool. */
+static void copy_bytes(const struct kv_pool *p, void *dst, const void *src, size_t bytes)
+{
+    if (p->memory->device) p->memory->device->copy(p->memory->device, dst, src, bytes);
+    else memcpy(dst, src, bytes);
+}
+
 void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tokens)
 {
     const struct kv_shape *s = &p->shape;
@@ -141,7 +152,7 @@ void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tok
     const unsigned char *src = kv_page_at(p, from);
     for (int i = 0; i < 2 * s->n_layer; i++)
         for (int h = 0; h < s->n_kv; h++) {
-            memcpy(dst, src, used * plane[i % 2]);
+            copy_bytes(p, dst, src, used * plane[i % 2]);
             dst += tiles * plane[i % 2];
             src += tiles * plane[i % 2];
         }
@@ -220,18 +231,24 @@ void kv_table_close(struct kv_table *t, struct kv_pool *p)
 
 /* Calls copy(tile in the cache, place in `flat`, bytes) for each tile of the block, in the order of kv_block_read. */
 static void each_tile(const struct kv_table *t, const struct kv_pool *p, int64_t pos, unsigned char *flat,
-                      void (*copy)(unsigned char *tile, unsigned char *at, size_t bytes))
+                      void (*copy)(const struct kv_pool *p, unsigned char *tile, unsigned char *at, size_t bytes))
 {
     const struct kv_shape *s = &p->shape;
     struct kv_slots slots = { s, p->base, t->pages };
     size_t k = kv_k_tile_bytes(s), v = kv_v_tile_bytes(s);
     for (int layer = 0; layer < s->n_layer; layer++) {
-        for (int h = 0; h < s->n_kv; h++, flat += k) copy(kv_k_tile(&slots, layer, h, pos), flat, k);
-        for (int h = 0; h < s->n_kv; h++, flat += v) copy(kv_v_tile(&slots, layer, h, pos), flat, v);
+        for (int h = 0; h < s->n_kv; h++, flat += k) copy(p, kv_k_tile(&slots, layer, h, pos), flat, k);
+        for (int h = 0; h < s->n_kv; h++, flat += v) copy(p, kv_v_tile(&slots, layer, h, pos), flat, v);
     }
 }
-static void tile_out(unsigned char *tile, unsigned char *at, size_t bytes) { memcpy(at, tile, bytes); }
-static void tile_in(unsigned char *tile, unsigned char *at, size_t bytes) { memcpy(tile, at, bytes); }
+static void tile_out(const struct kv_pool *p, unsigned char *tile, unsigned char *at, size_t bytes)
+{
+    copy_bytes(p, at, tile, bytes);
+}
+static void tile_in(const struct kv_pool *p, unsigned char *tile, unsigned char *at, size_t bytes)
+{
+    copy_bytes(p, tile, at, bytes);
+}
 
 size_t kv_block_bytes(const struct kv_shape *s)
 {

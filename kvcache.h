@@ -163,6 +163,14 @@ KV_INLINE struct kv_range kv_window_range(int64_t pos, int sinks, int window)
 
 struct error;
 
+/* Memory of a device that a backend keeps its pages in. */
+struct kv_device {
+    unsigned char *(*open)(struct kv_device *d, size_t bytes, struct error *e);      /* NULL after filling *e */
+    void (*close)(struct kv_device *d, unsigned char *base);
+    /* Copies within the device, or between it and the process. A failure is reported by the next forward pass. */
+    void (*copy)(struct kv_device *d, void *dst, const void *src, size_t bytes);
+};
+
 enum { KV_KEY = 32 };                  /* bytes of a block's key */
 
 /* A page is free; or owned by `refs` tables; or idle: nobody's any more, but still found by its key. */
@@ -210,6 +218,7 @@ struct kv_memory {
     int n_pools;
     uint64_t bytes_out, bytes_in;      /* moved to the file, and back */
     int file_error;                    /* errno of the last allocation in the file that failed */
+    struct kv_device *device;          /* whose memory the pools lie in; NULL = this process's. It has no file */
 };
 
 /* n_pages of them fit in memory at once, and as many again in the file. The pool is to stay where it is, as are

@@ -48,7 +48,8 @@ const struct option_row option_table[] = {
       "Threads; 0 = the cores that this process may use, which are also the most." },
     { GROUP_MODEL, "batch-size", 'b', "N", NULL, OPT_INT, 1, 65536, AT(batch), 0, 0,
       "Tokens of the prompt that are computed together. Chosen when not given; results never depend on it." },
-    { GROUP_MODEL, "backend", 0, "auto|cpu", "auto", OPT_CHOICE, 0, 0, AT(backend), 0, 0, "What computes." },
+    { GROUP_MODEL, "backend", 0, "auto|cpu|cuda", "auto", OPT_CHOICE, 0, 0, AT(backend), 0, 0,
+      "What computes: the processor, or an NVIDIA GPU; auto takes the GPU where there is one that can be used." },
     { GROUP_MODEL, "tensor-parallel", 0, "N", "1", OPT_INT, 1, 1024, AT(tensor_parallel), 0, 0,
       "Divide cache and weights over the N processes of `mpirun -n N gen ...`: by heads, or where N does not divide the "
       "KV heads, the cache by tokens." },

@@ -58,7 +58,6 @@ extern const char *const option_groups[N_GROUPS][2];       /* word for --help, t
 
 struct texts { const char **data; size_t len; };
 
-enum { BACKEND_AUTO, BACKEND_CPU };
 enum { CACHE_AUTO = 6 };               /* -ctk auto: the place behind the types of kvcache.h */
 enum { COLOR_AUTO, COLOR_ALWAYS, COLOR_NEVER };
 enum { PROGRESS_AUTO, PROGRESS_JSON, PROGRESS_NEVER };
