@@ -61,7 +61,7 @@ CUDA_CODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$a,code=sm_$a) \
     -gencode arch=compute_$(lastword $(CUDA_ARCH)),code=compute_$(lastword $(CUDA_ARCH))
 CUDA_SOURCES := $(wildcard *.cu)
 CUDA_OBJECTS := $(if $(NVCC),$(if $(filter release,$(config)),$(CUDA_SOURCES:%.cu=$(B)/%.o)))
-CUDA_LIBS := $(if $(CUDA_OBJECTS),-L$(CUDA_HOME)/lib64 -L$(CUDA_HOME)/lib -Wl,-rpath,$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt)
+CUDA_LIBS := $(if $(CUDA_OBJECTS),-L$(CUDA_HOME)/lib64 -L$(CUDA_HOME)/lib -Xlinker -rpath -Xlinker $(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt)
 
 # The emulator: the same sources compiled by g++, whose checks before each access to memory call tests/emulator, so that
 # the tests run them without a GPU. -O1 and no scalar replacement: a 16-byte load stays one.

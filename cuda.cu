@@ -749,13 +749,18 @@ static __global__ void __launch_bounds__(256) best_kernel(const float *logits, i
 
 /* ---- cuBLAS: loaded when it is needed, so that the program starts where it is not installed -------------------------------------- */
 
+/* One of the overloads of the header. */
+typedef cublasStatus_t (*gemm_function)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int, int, int, const void *,
+                                        const void *, cudaDataType_t, int, const void *, cudaDataType_t, int, const void *,
+                                        void *, cudaDataType_t, int, cublasComputeType_t, cublasGemmAlgo_t);
+
 struct blas {
     void *library;
     cublasHandle_t handle;
     decltype(&cublasCreate) create;
     decltype(&cublasDestroy) destroy;
     decltype(&cublasSetStream) set_stream;
-    decltype(&cublasGemmEx) gemm;
+    gemm_function gemm;
 };
 
 static bool blas_open(struct blas *b, cudaStream_t stream, struct error *e)
@@ -770,7 +775,7 @@ static bool blas_open(struct blas *b, cudaStream_t stream, struct error *e)
     b->create = (decltype(b->create))dlsym(b->library, "cublasCreate_v2");
     b->destroy = (decltype(b->destroy))dlsym(b->library, "cublasDestroy_v2");
     b->set_stream = (decltype(b->set_stream))dlsym(b->library, "cublasSetStream_v2");
-    b->gemm = (decltype(b->gemm))dlsym(b->library, "cublasGemmEx");
+    b->gemm = (gemm_function)dlsym(b->library, "cublasGemmEx");
     if (!b->create || !b->destroy || !b->set_stream || !b->gemm)
         return fail(e, GEN_MODEL, "%s lacks functions of cuBLAS: use --backend cpu", name);
 #else
@@ -803,7 +808,7 @@ struct table { int32_t *device, *shadow; int low, ring; };
 /* What changes from step to step, side by side in pinned memory and copied as one. */
 struct step { kv_row *rows; kv_sequence *sequences; int32_t *wanted; kv_run *runs; };
 
-struct cuda {
+struct gpu {
     struct backend base;
     struct kv_device pool;             /* memory of the page pools */
     const struct model *m;
@@ -848,7 +853,7 @@ struct cuda {
 };
 
 /* Reports a call that failed; the first one counts. */
-static bool check(struct cuda *c, cudaError_t r, const char *call, const char *of)
+static bool check(struct gpu *c, cudaError_t r, const char *call, const char *of)
 {
     if (r == cudaSuccess) return true;
     if (c->e && !c->e->code)
@@ -856,7 +861,7 @@ static bool check(struct cuda *c, cudaError_t r, const char *call, const char *o
     return false;
 }
 
-static bool remember(struct cuda *c, void *p)
+static bool remember(struct gpu *c, void *p)
 {
     if (c->n_allocated == c->most_allocated) {
         int most = c->most_allocated * 2 + 64;
@@ -870,7 +875,7 @@ static bool remember(struct cuda *c, void *p)
 }
 
 /* Device memory, filled with zeros; lower: what the user can do when there is too little. */
-static void *device_alloc(struct cuda *c, size_t bytes, const char *label, const char *what, const char *lower)
+static void *device_alloc(struct gpu *c, size_t bytes, const char *label, const char *what, const char *lower)
 {
     void *p = NULL;
     size_t available = 0, all = 0;
@@ -888,7 +893,7 @@ static void *device_alloc(struct cuda *c, size_t bytes, const char *label, const
     return check(c, cudaMemsetAsync(p, 0, bytes, c->stream), "cudaMemset", what) ? p : (cudaFree(p), (void *)NULL);
 }
 
-template <class T> static bool scratch(struct cuda *c, T **out, size_t n)
+template <class T> static bool scratch(struct gpu *c, T **out, size_t n)
 {
     *out = (T *)device_alloc(c, n * sizeof(T), "scratch", "working memory would", "lower --batch-size or --ctx-size");
     return *out && remember(c, *out);
@@ -897,7 +902,7 @@ template <class T> static bool scratch(struct cuda *c, T **out, size_t n)
 /* ---- launches ---- */
 
 template <class... P, class... A>
-static void launch(struct cuda *c, const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... args)
+static void launch(struct gpu *c, const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... args)
 {
     if (c->e->code) return;
     if (shared > 48 << 10 && !check(c, cudaFuncSetAttribute((const void *)kernel,
@@ -917,7 +922,7 @@ static void launch(struct cuda *c, const char *name, void (*kernel)(P...), dim3 
     check(c, cudaLaunchKernelEx(&config, kernel, (P)args...), "the launch", name);
 }
 
-static void launch_attention(struct cuda *c, const attention_launch &l, const attention &a)
+static void launch_attention(struct gpu *c, const attention_launch &l, const attention &a)
 {
     launch(c, l.name, l.kernel, l.grid, l.block, l.shared, a);
 }
@@ -939,7 +944,7 @@ static product part_of(const product &p, int r0, int n)
     return q;
 }
 
-static void multiply(struct cuda *c, const char *name, product p)
+static void multiply(struct gpu *c, const char *name, product p)
 {
     int fits = FEW;
     p.floats = p.ints = false;
@@ -964,7 +969,7 @@ static void multiply(struct cuda *c, const char *name, product p)
 /* ---- products of many rows ---- */
 
 /* y[n][ld] = x times w; x: [n][x_ld] as floats or as halves, whichever the weights need. */
-static void gemm(struct cuda *c, const weight &w, int n, int x_ld, float *y, int ld)
+static void gemm(struct gpu *c, const weight &w, int n, int x_ld, float *y, int ld)
 {
     const float one = 1, zero = 0;
     bool full = w.type == T_F32 || w.type == T_BF16, direct = w.type == T_F32 || w.type == T_F16;
@@ -988,7 +993,7 @@ static void gemm(struct cuda *c, const weight &w, int n, int x_ld, float *y, int
 }
 
 /* Makes the inputs of n_w matrices that follow each other, in the forms that they need. */
-static void inputs(struct cuda *c, const weight *w, int n_w, prepare p, int n)
+static void inputs(struct gpu *c, const weight *w, int n_w, prepare p, int n)
 {
     bool half = false, full = false;
     for (int i = 0; i < n_w; i++)
@@ -1001,7 +1006,7 @@ static void inputs(struct cuda *c, const weight *w, int n_w, prepare p, int n)
 }
 
 /* Their products, side by side in y[n][ld]. */
-static void many(struct cuda *c, const weight *w, int n_w, const prepare &p, int n, float *y, int ld)
+static void many(struct gpu *c, const weight *w, int n_w, const prepare &p, int n, float *y, int ld)
 {
     inputs(c, w, n_w, p, n);
     for (int i = 0; i < n_w; y += w[i++].rows) gemm(c, w[i], n, padded(p.n), y, ld);
@@ -1011,7 +1016,7 @@ static void many(struct cuda *c, const weight *w, int n_w, const prepare &p, int
 
 static int qkv_width(const struct model *m) { return m->n_head * m->head_k + m->n_kv * (m->head_k + m->head_v); }
 
-static attention attention_of(const struct cuda *c, const device_layer &l, int n, bool alone)
+static attention attention_of(const struct gpu *c, const device_layer &l, int n, bool alone)
 {
     const struct model *m = c->m;
     attention a = {};
@@ -1046,14 +1051,14 @@ static attention attention_of(const struct cuda *c, const device_layer &l, int n
     return a;
 }
 
-static residual residual_of(const struct cuda *c, const float *x, const float *y, const float *bias, const float *post,
+static residual residual_of(const struct gpu *c, const float *x, const float *y, const float *bias, const float *post,
                             const float *norm, float *x_out)
 {
     return { x, y, NULL, bias, post, norm, x_out, c->m->n_embd, c->m->norm_eps };
 }
 
 /* Attention of all rows; `alone`: each is the only one of its sequence. */
-static void attend(struct cuda *c, const device_layer &l, int n, int n_runs, bool alone)
+static void attend(struct gpu *c, const device_layer &l, int n, int n_runs, bool alone)
 {
     attention a = attention_of(c, l, n, alone);
     if (!a.append) {
@@ -1064,7 +1069,7 @@ static void attend(struct cuda *c, const device_layer &l, int n, int n_runs, boo
 }
 
 /* Layers by kernels of our own. Returns the residual stream's last state before `*y` is added to it. */
-static const float *few_rows(struct cuda *c, int n, int n_runs, bool alone)
+static const float *few_rows(struct gpu *c, int n, int n_runs, bool alone)
 {
     const struct model *m = c->m;
     float *now = c->x[0], *other = c->x[1];
@@ -1101,7 +1106,7 @@ static const float *few_rows(struct cuda *c, int n, int n_runs, bool alone)
 }
 
 /* The same by cuBLAS; the residual stream is changed in place. */
-static const float *many_rows(struct cuda *c, int n, int n_runs, bool alone)
+static const float *many_rows(struct gpu *c, int n, int n_runs, bool alone)
 {
     const struct model *m = c->m;
     for (int i = 0; i < m->n_layer; i++) {
@@ -1131,7 +1136,7 @@ static const float *many_rows(struct cuda *c, int n, int n_runs, bool alone)
     return c->x[0];
 }
 
-static void head(struct cuda *c, const float *x, int n_wanted, bool all, bool scaled)
+static void head(struct gpu *c, const float *x, int n_wanted, bool all, bool scaled)
 {
     const struct model *m = c->m;
     residual in = residual_of(c, x, c->proj, NULL, c->layers[m->n_layer - 1].ffn_post_norm, c->out_norm, NULL);
@@ -1166,7 +1171,7 @@ static void head(struct cuda *c, const float *x, int n_wanted, bool all, bool sc
 }
 
 /* Everything of a step on the stream. */
-static void enqueue(struct cuda *c, int n, int n_runs, int n_wanted, bool alone)
+static void enqueue(struct gpu *c, int n, int n_runs, int n_wanted, bool alone)
 {
     const struct model *m = c->m;
     check(c, cudaMemcpyAsync(c->dev_step, c->host_step, c->step_bytes, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy",
@@ -1193,7 +1198,7 @@ static void enqueue(struct cuda *c, int n, int n_runs, int n_wanted, bool alone)
 /* ---- page tables ---- */
 
 /* The pools' places are known when the first batch comes. */
-static bool open_tables(struct cuda *c, const struct batch *batch)
+static bool open_tables(struct gpu *c, const struct batch *batch)
 {
     for (int g = 0; g < KV_GROUPS; g++)
         for (int kind = 0; kind < 2; kind++) {
@@ -1222,7 +1227,7 @@ static bool open_tables(struct cuda *c, const struct batch *batch)
 }
 
 /* Brings what rows [pos, last] of one sequence see of its pages to the device. */
-static void upload_table(struct cuda *c, table *t, const int32_t *pages, int first, int last)
+static void upload_table(struct gpu *c, table *t, const int32_t *pages, int first, int last)
 {
     int low = INT32_MAX, high = -1;
     for (int i = 0; i <= last; i++) {
@@ -1239,7 +1244,7 @@ static void upload_table(struct cuda *c, table *t, const int32_t *pages, int fir
 }
 
 /* Rows [row, end) are those of one sequence. */
-static void put_sequence(struct cuda *c, const struct batch *batch, int row, int end)
+static void put_sequence(struct gpu *c, const struct batch *batch, int row, int end)
 {
     int sequence = batch->rows[row].sequence, pos = (int)batch->rows[row].pos, last = (int)batch->rows[end - 1].pos;
     for (int g = 0; g < KV_GROUPS; g++) {
@@ -1257,7 +1262,7 @@ static void put_sequence(struct cuda *c, const struct batch *batch, int row, int
 
 static bool forward(struct backend *b, const struct batch *batch, struct error *e)
 {
-    struct cuda *c = (struct cuda *)b;
+    struct gpu *c = (struct gpu *)b;
     int n = batch->n_rows, wanted = 0, n_runs = 0, group = c->m->n_head / c->m->n_kv;
     bool alone = true;
     struct error failed = {};
@@ -1302,7 +1307,7 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
 
 static const float *logits(struct backend *b, int i)
 {
-    struct cuda *c = (struct cuda *)b;
+    struct gpu *c = (struct gpu *)b;
     if (i < 0 || i >= c->n_logits) return NULL;
     size_t n = c->m->n_vocab;
     float *to = c->host_logits + i * n;
@@ -1316,17 +1321,17 @@ static const float *logits(struct backend *b, int i)
 
 static int32_t best_token(struct backend *b, int i)
 {
-    struct cuda *c = (struct cuda *)b;
+    struct gpu *c = (struct gpu *)b;
     return i >= 0 && i < c->n_logits ? c->host_ids[i] : -1;
 }
 
 /* ---- memory of the page pools ---- */
 
-static struct cuda *of_pool(struct kv_device *d) { return (struct cuda *)((char *)d - offsetof(struct cuda, pool)); }
+static struct gpu *of_pool(struct kv_device *d) { return (struct gpu *)((char *)d - offsetof(struct gpu, pool)); }
 
 static unsigned char *pool_open(struct kv_device *d, size_t bytes, struct error *e)
 {
-    struct cuda *c = of_pool(d);
+    struct gpu *c = of_pool(d);
     c->e = e;
     void *p = device_alloc(c, bytes, "cache", "the KV cache would", "lower --ctx-size or choose smaller -ctk and -ctv types");
     c->e = NULL;
@@ -1342,7 +1347,7 @@ static void pool_close(struct kv_device *d, unsigned char *base)
 /* A failure is seen by the next forward pass. */
 static void pool_copy(struct kv_device *d, void *dst, const void *src, size_t bytes)
 {
-    struct cuda *c = of_pool(d);
+    struct gpu *c = of_pool(d);
     cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, c->stream);
     cudaStreamSynchronize(c->stream);
 }
@@ -1351,7 +1356,7 @@ static void pool_copy(struct kv_device *d, void *dst, const void *src, size_t by
 
 static void cuda_close(struct backend *b)
 {
-    struct cuda *c = (struct cuda *)b;
+    struct gpu *c = (struct gpu *)b;
     if (c->stream) cudaStreamSynchronize(c->stream);
     for (int i = 0; i <= FEW; i++)
         if (c->graphs[i]) cudaGraphExecDestroy(c->graphs[i]);
@@ -1370,7 +1375,7 @@ static void cuda_close(struct backend *b)
 }
 
 /* A vector of the file on the device; NULL for a tensor that is not there. */
-static bool load_vector(struct cuda *c, const struct gguf_tensor *t, float **out)
+static bool load_vector(struct gpu *c, const struct gguf_tensor *t, float **out)
 {
     *out = NULL;
     if (!t) return true;
@@ -1401,7 +1406,7 @@ static size_t plane(size_t *at, size_t bytes)
 }
 
 /* Reserves the planes of a matrix of the file and fills them. */
-static bool load_matrix(struct cuda *c, struct staging *s, const struct matrix *m, weight *w)
+static bool load_matrix(struct gpu *c, struct staging *s, const struct matrix *m, weight *w)
 {
     const struct type_info *info = type_info(m->tensor->type);
     int t = m->tensor->type;
@@ -1437,7 +1442,7 @@ static bool load_matrix(struct cuda *c, struct staging *s, const struct matrix *
     return true;
 }
 
-static bool load_all(struct cuda *c, struct staging *s)
+static bool load_all(struct gpu *c, struct staging *s)
 {
     const struct model *m = c->m;
     int in_group[KV_GROUPS] = { 0 };
@@ -1464,7 +1469,7 @@ static bool load_all(struct cuda *c, struct staging *s)
     return load_matrix(c, s, &m->embd, &c->embd);
 }
 
-static bool load_weights(struct cuda *c, void (*progress)(double))
+static bool load_weights(struct gpu *c, void (*progress)(double))
 {
     struct staging s = {};
     bool ok = true;
@@ -1488,7 +1493,7 @@ static bool load_weights(struct cuda *c, void (*progress)(double))
 static int largest(int a, int b) { return a > b ? a : b; }
 
 /* The step's arrays at `base`; returns their bytes. */
-static size_t carve_step(const struct cuda *c, char *base, struct step *s)
+static size_t carve_step(const struct gpu *c, char *base, struct step *s)
 {
     size_t at = 0;
     s->rows = (kv_row *)(base + plane(&at, sizeof(kv_row) * c->max_rows));
@@ -1498,7 +1503,7 @@ static size_t carve_step(const struct cuda *c, char *base, struct step *s)
     return at;
 }
 
-static bool open_buffers(struct cuda *c)
+static bool open_buffers(struct gpu *c)
 {
     const struct model *m = c->m;
     size_t rows = c->max_rows, half = m->rope_global.n / 2 + 1;
@@ -1563,7 +1568,7 @@ static bool find_device(cudaDeviceProp *device, struct error *e)
     return true;
 }
 
-static bool open_parts(struct cuda *c, const struct backend_options *o)
+static bool open_parts(struct gpu *c, const struct backend_options *o)
 {
     const struct model *m = c->m;
     const char *odd = attention_refuses(m->head_k, m->head_v, m->n_head / m->n_kv);
@@ -1594,7 +1599,7 @@ static bool open_parts(struct cuda *c, const struct backend_options *o)
 
 extern "C" bool cuda_open(struct backend **out, const struct model *m, const struct backend_options *o, struct error *e)
 {
-    struct cuda *c = (struct cuda *)alloc_zeroed(1, sizeof *c, "the CUDA backend", e);
+    struct gpu *c = (struct gpu *)alloc_zeroed(1, sizeof *c, "the CUDA backend", e);
     if (!c) return false;
     c->m = m;
     c->e = e;

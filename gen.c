@@ -340,6 +340,14 @@ static bool open_model(struct program *p, int64_t ctx, struct error *e)
     return true;
 }
 
+/* Bytes that weights and cache may take: of the device, where that is what computes. */
+static uint64_t memory_for(const struct program *p)
+{
+    struct error none = { 0 };
+    size_t device = p->o.backend == BACKEND_CPU ? 0 : cuda_memory(&none);
+    return device ? device : memory_available();
+}
+
 /* Chooses the types that are to be chosen, for a context of `asked` tokens (0 = the model's). */
 static bool choose_types(struct program *p, int64_t asked, struct error *e)
 {
@@ -347,7 +355,8 @@ static bool choose_types(struct program *p, int64_t asked, struct error *e)
     bool auto_k = o->type_k == CACHE_AUTO, auto_v = o->type_v == CACHE_AUTO;
     struct engine_options eo = engine_options(p, asked ? asked : p->model->n_ctx);
     if (!auto_k && !auto_v) return true;
-    if (!finest_types(p->model, &eo, auto_k, auto_v, cache_room(p->model, o->kv_memory), e)) return false;
+    uint64_t room = cache_room(p->model, o->kv_memory, memory_for(p));
+    if (!finest_types(p->model, &eo, auto_k, auto_v, room, e)) return false;
     o->type_k = eo.type_k;
     o->type_v = eo.type_v;
     note(p, "types chosen for the cache of %lld tokens: keys %s, values %s", (long long)eo.ctx,
@@ -362,14 +371,14 @@ static bool choose_context(struct program *p, int64_t asked, int64_t *ctx, struc
     struct engine_options eo = engine_options(p, asked);
     const struct model *m = p->model;
     struct kv_usage need;
-    uint64_t budget = (uint64_t)p->o.kv_memory, available = budget ? budget : memory_available();
+    uint64_t budget = (uint64_t)p->o.kv_memory, available = budget ? budget : memory_for(p);
     const char *whose = budget ? "that --kv-memory gives" : "that are available";
     char a[32], b[32];
     if (budget) eo.max_sequences = 1;  /* the sequences of a batch take turns in it */
     human_bytes((double)available, a);
     if (!asked) {
         if (eo.window && !engine_estimate(m, &eo, &need, e)) return false;
-        *ctx = largest_context(m, &eo, m->n_ctx, cache_room(m, p->o.kv_memory));
+        *ctx = largest_context(m, &eo, m->n_ctx, cache_room(m, budget, available));
         return *ctx || fail(e, GEN_RUN, "%s needs more memory than the %s %s", budget ? "one block of 32 tokens"
                                                                                       : "the model", a, whose);
     }
@@ -423,6 +432,9 @@ static bool open_engine(struct program *p, int64_t asked, struct error *e)
     note_approximations(p, &eo);
     const struct backend *b = engine_backend(p->engine);
     p->result.load_s = now_seconds() - p->begun;
+    struct error none = { 0 };
+    if (*engine_note(p->engine) && (p->o.verbose || cuda_memory(&none)))
+        note(p, "CUDA is not used: %s", engine_note(p->engine));
     if (p->o.verbose) {
         note(p, "model %s, architecture %s", gguf_path(p->model->file), p->model->arch_name);
         note(p, "backend %s (%s), %d threads; context %lld tokens; cache %s, %s reserved", b->name, b->isa, b->threads,
@@ -959,7 +971,8 @@ static bool run_dry_run(struct program *p, struct error *e)
     struct bytes out = { 0 };
     if (!open_file(p, e) || !open_model(p, p->o.ctx, e) || !choose_types(p, p->o.ctx, e)) return false;
     struct engine_options eo = engine_options(p, p->o.ctx);
-    return inspect_run(&out, p->model, &eo, cache_room(p->model, p->o.kv_memory), p->o.json, e) && print(&out, e);
+    uint64_t room = cache_room(p->model, p->o.kv_memory, memory_for(p));
+    return inspect_run(&out, p->model, &eo, room, p->o.json, e) && print(&out, e);
 }
 
 static bool run_check_tensors(struct program *p, struct error *e)

@@ -47,6 +47,10 @@ MAY_INCLUDE = {
     "cpu": "backend comm model kvcache quant kernels threads",
     "kernels": "kvcache model quant",
     "threads": "",
+    "cuda": "attention backend device model kvcache quant",
+    "nocuda": "backend",
+    "attention": "device kvcache model",
+    "device": "",
     "kvcache": "",
     "kvstore": "kvcache",
     "comm": "",
@@ -63,7 +67,7 @@ def includes(path):
     return re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.M)
 
 
-FILES = sorted(path for suffix in ("c", "h", "inc") for path in ROOT.glob(f"*.{suffix}"))
+FILES = sorted(path for suffix in ("c", "h", "inc", "cu") for path in ROOT.glob(f"*.{suffix}"))
 GRAPH = {}
 for file in FILES:
     GRAPH.setdefault(unit(file), set()).update(
