@@ -339,7 +339,7 @@ static __device__ inline void step(const attention &a, const kv_store &types, co
                                    const float *q, int q_stride, const int *first, const int *last, int t0, int t1,
                                    float *p, state<G, HV> &s)
 {
-    constexpr int AT_ONCE = G > 8 ? 8 : G;             /* queries whose scores are in registers together */
+    constexpr int AT_ONCE = G > 8 ? 4 : G;             /* queries whose scores are in registers together */
     UNROLL
     for (int g0 = 0; g0 < G; g0 += AT_ONCE) {
         float x[AT_ONCE], keep[AT_ONCE];
@@ -496,14 +496,15 @@ static __device__ inline int code_int4(float x, float inverse)
     return (int)(q < 7 ? q : 7);
 }
 
-/* A raw tile of f16 becomes a tile of `type`, by all threads of the block. */
+/* A raw tile (of f16 where `type` is sealed) becomes a tile of `type`, by all threads of the block. */
 static __device__ void seal_tile(const uint16_t *raw, unsigned char *tile, kv_type type, int n, bool keys)
 {
     int step_t = keys ? 1 : n, step_d = keys ? KV_BLOCK : 1, n_blocks = kv_blocks(type, n);
     uint16_t *means = type == KV_INT4 && keys ? (uint16_t *)tile : NULL;
     unsigned char *scales = tile + kv_mean_bytes(type, n, keys), *codes = scales + kv_scale_bytes(type, n);
     if (!kv_sealed(type)) {
-        for (int i = threadIdx.x; i < n * KV_BLOCK; i += blockDim.x) ((uint16_t *)tile)[i] = raw[i];
+        for (int i = threadIdx.x; i < (int)kv_code_bytes(type, n) / 4; i += blockDim.x)
+            ((uint32_t *)tile)[i] = ((const uint32_t *)raw)[i];
         return;
     }
     for (int d = threadIdx.x; d < n && means; d += blockDim.x) {
@@ -565,7 +566,7 @@ static __device__ inline bool completes(const attention &a, int r)
     return a.raw.base && a.rows[r].pos % KV_BLOCK == KV_BLOCK - 1;
 }
 
-static __global__ void __launch_bounds__(64) append_kernel(attention a)
+static __global__ void __launch_bounds__(64) append_kernel(const __grid_constant__ attention a)
 {
     wait_for_previous();
     let_next_start();
@@ -574,7 +575,7 @@ static __global__ void __launch_bounds__(64) append_kernel(attention a)
     else append_value(a, blockIdx.y, blockIdx.x, x + a.head_k);
 }
 
-static __global__ void __launch_bounds__(128) seal_kernel(attention a)
+static __global__ void __launch_bounds__(128) seal_kernel(const __grid_constant__ attention a)
 {
     wait_for_previous();
     let_next_start();
@@ -627,7 +628,9 @@ template <int G> static __host__ __device__ inline int decode_floats(const atten
     return (a.head_k * G + warps * (KV_BLOCK * G + wide) + 3) / 4 * 4;
 }
 
-template <int G, int HV> static __global__ void __launch_bounds__(DECODE_WARPS * WARP) decode_kernel(attention a)
+template <int G, int HV>
+static __global__ void __launch_bounds__(DECODE_WARPS * WARP, G <= 4 ? 3 : 2)
+decode_kernel(const __grid_constant__ attention a)
 {
     __shared__ int first[G], last[G];
     __shared__ bool final;
@@ -753,7 +756,8 @@ static __host__ __device__ inline int prefill_floats(const attention &a)
     return a.head_k * PREFILL_QUERIES + PREFILL_WARPS * (KV_BLOCK * PREFILL_EACH + (wide + 3) / 4 * 4);
 }
 
-template <int HV> static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(attention a)
+template <int HV>
+static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(const __grid_constant__ attention a)
 {
     constexpr int EACH = PREFILL_EACH;
     __shared__ int first[PREFILL_QUERIES], last[PREFILL_QUERIES];

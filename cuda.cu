@@ -10,9 +10,9 @@
  * Budgets, checked by tests/test_cuda_static.py: registers a thread, shared memory set statically.
  *
  *     kernel              registers  static shared
- *     product<1>          128        64
- *     product<4>          168        64
- *     product<8>          255        64
+ *     product<*, 1>       128        64
+ *     product<*, 4>       168        64
+ *     product<*, 8>       255        64
  *     all others          64         256
  */
 #include <cublas_v2.h>
@@ -460,10 +460,10 @@ static __device__ void quantise(const float *x, int nb, const acts &out)
 enum epilogue { STORE, GLU, HEAD };
 
 struct product {
-    weight w[3];                       /* side by side in y; GLU: gate and up */
+    weight w[3];                       /* of one type; GLU: gate and up */
+    int column[3];                     /* of y where the matrix's outputs begin */
     int n_w, pairs;                    /* pairs of rows of all matrices (GLU: of a gate's and an up's row) */
     int n;                             /* rows of the batch, 1..NX */
-    bool floats, ints;                 /* some matrix is multiplied with floats, with int8 blocks */
     /* input: the residual's norm, or plain [rows][k] */
     residual in;
     const float *plain;
@@ -481,10 +481,10 @@ struct product {
 static __host__ __device__ inline int padded(int k) { return (k + 31) / 32 * 32; }
 
 /* Bytes of shared memory for NX rows: int8 blocks, floats, and a row being made. */
-static __host__ __device__ inline size_t product_shared(const product &p, int nx)
+static size_t product_shared(const product &p, int nx)
 {
     int k = padded(p.k);
-    return (size_t)(p.ints ? nx * (k + k / 4) : 0) + sizeof(float) * k * (p.floats ? nx : 1);
+    return is_float(p.w[0].type) ? sizeof(float) * k * nx : (size_t)nx * (k + k / 4) + sizeof(float) * k;
 }
 
 /* Two rows times all of NX inputs, this lane's part of the sums. */
@@ -495,6 +495,7 @@ static __device__ inline void two_rows(const weight &wa, int ra, const weight &w
     int lane = threadIdx.x % WARP, nb = wa.nb;
     raw_block<T> now[2], next[2];
     if (lane < nb) now[0] = load_block<T>(wa, ra, lane), now[1] = load_block<T>(wb, rb, lane);
+    KEEP_ROLLED
     for (int b = lane; b < nb; b += WARP) {
         if (b + WARP < nb) next[0] = load_block<T>(wa, ra, b + WARP), next[1] = load_block<T>(wb, rb, b + WARP);
         block w[2] = { unpack<T>(now[0]), unpack<T>(now[1]) };
@@ -530,6 +531,7 @@ static __device__ inline void two_float_rows(const weight &wa, int ra, const wei
 {
     constexpr int EACH = T == T_F32 ? 4 : 8;
     int lane = threadIdx.x % WARP;
+    KEEP_ROLLED
     for (int c = lane * EACH; c < wa.nb; c += WARP * EACH) {
         float w[2][8];
         UNROLL
@@ -561,24 +563,6 @@ static __device__ inline void two_float_rows(const weight &wa, int ra, const wei
     }
 }
 
-template <int NX>
-static __device__ inline void pair_of_rows(const weight &wa, int ra, const weight &wb, int rb, const acts &x,
-                                           const float *floats, int stride, float sum[2][NX])
-{
-    UNROLL
-    for (int i = 0; i < NX; i++) sum[0][i] = sum[1][i] = 0;
-    switch (wa.type) {
-    case T_F32: two_float_rows<T_F32, NX>(wa, ra, wb, rb, floats, stride, sum); break;
-    case T_F16: two_float_rows<T_F16, NX>(wa, ra, wb, rb, floats, stride, sum); break;
-    case T_BF16: two_float_rows<T_BF16, NX>(wa, ra, wb, rb, floats, stride, sum); break;
-#define TWO_ROWS(T) two_rows<T, NX>(wa, ra, wb, rb, x, sum)
-    default: FOR_QUANTISED(wa.type, TWO_ROWS)
-#undef TWO_ROWS
-    }
-    UNROLL
-    for (int i = 0; i < NX; i++) sum[0][i] = warp_sum(sum[0][i]), sum[1][i] = warp_sum(sum[1][i]);
-}
-
 static __device__ inline float activate(float gate, float up, enum activation act)
 {
     if (act == ACT_SILU) return gate / (1 + __expf(-gate)) * up;
@@ -586,18 +570,22 @@ static __device__ inline float activate(float gate, float up, enum activation ac
     return 0.5f * gate * (1 + tanhf(inner)) * up;
 }
 
-template <int NX> static __global__ void __launch_bounds__(PRODUCT_WARPS * WARP, NX == 1 ? 2 : 1) product_kernel(product p)
+/* T: the matrices' type. */
+template <int T, int NX>
+static __global__ void __launch_bounds__(PRODUCT_WARPS * WARP, NX == 1 ? 2 : 1)
+product_kernel(const __grid_constant__ product p)
 {
+    constexpr bool floating = T == T_F32 || T == T_F16 || T == T_BF16;
     __shared__ float shared[PRODUCT_WARPS];
     int lane = threadIdx.x % WARP, k = padded(p.k), nb = k / 32;
     acts x = { (uint32_t *)smem, (uint32_t *)smem + NX * nb * 4, (uint2 *)(smem + NX * nb * 32) };
-    float *floats = (float *)(smem + (p.ints ? NX * nb * 40 : 0));
+    float *floats = (float *)(smem + (floating ? 0 : NX * nb * 40));
     wait_for_previous();
     let_next_start();
     for (int i = 0; i < NX; i++) {
         int r = i < p.n ? i : p.n - 1;
         if (p.gather) r = p.gather[r];
-        float *buf = floats + (p.floats ? i * k : 0);
+        float *buf = floats + (floating ? i * k : 0);
         __syncthreads();
         for (int j = p.k + threadIdx.x; j < k; j += blockDim.x) buf[j] = 0;
         if (p.plain)
@@ -605,35 +593,47 @@ template <int NX> static __global__ void __launch_bounds__(PRODUCT_WARPS * WARP,
         else normalise(p.in, r, blockIdx.x == 0 && i < p.n, buf, shared);
         __syncthreads();
         acts row = { x.low + i * nb * 4, x.high + i * nb * 4, x.ds + i * nb };
-        if (p.ints) quantise(buf, nb, row);
+        if (!floating) quantise(buf, nb, row);
     }
     __syncthreads();
     for (int pair = blockIdx.x * PRODUCT_WARPS + threadIdx.x / WARP; pair < p.pairs; pair += gridDim.x * PRODUCT_WARPS) {
+        bool glu = p.epilogue == GLU;
+        int m = 0, i0 = pair;
+        while (!glu && i0 >= (p.w[m].rows + 1) / 2) i0 -= (p.w[m++].rows + 1) / 2;
+        int ra = glu ? pair : 2 * i0, rb = glu ? pair : ra + 1 < p.w[m].rows ? ra + 1 : ra;
         float sum[2][NX];
-        if (p.epilogue == GLU) {
-            pair_of_rows<NX>(p.w[0], pair, p.w[1], pair, x, floats, k, sum);
-            UNROLL
-            for (int i = 0; i < NX; i++)
-                if (lane == i && i < p.n) p.y[(size_t)i * p.ld + pair] = activate(sum[0][i], sum[1][i], p.act);
-            continue;
-        }
-        int m = 0, i0 = pair, column = 0;
-        while (i0 >= (p.w[m].rows + 1) / 2) i0 -= (p.w[m].rows + 1) / 2, column += p.w[m].rows, m++;
-        int ra = 2 * i0, rb = ra + 1 < p.w[m].rows ? ra + 1 : ra;
-        pair_of_rows<NX>(p.w[m], ra, p.w[m], rb, x, floats, k, sum);
+        UNROLL
+        for (int i = 0; i < NX; i++) sum[0][i] = sum[1][i] = 0;
+        if (floating) two_float_rows<T, NX>(p.w[m], ra, p.w[glu ? 1 : m], rb, floats, k, sum);
+        else two_rows<floating ? (int)T_Q8_0 : T, NX>(p.w[m], ra, p.w[glu ? 1 : m], rb, x, sum);
+        UNROLL
+        for (int i = 0; i < NX; i++) sum[0][i] = warp_sum(sum[0][i]), sum[1][i] = warp_sum(sum[1][i]);
         UNROLL
         for (int i = 0; i < NX; i++)
             UNROLL
             for (int r = 0; r < 2; r++) {
-                if (lane != 2 * i + r || i >= p.n || ra + r >= p.w[m].rows) continue;
+                if (lane != 2 * i + r || i >= p.n || ra + r >= p.w[m].rows + (glu ? 1 : 0)) continue;
                 float y = sum[r][i];
+                if (glu) {
+                    if (r == 0) p.y[(size_t)i * p.ld + pair] = activate(sum[0][i], sum[1][i], p.act);
+                    continue;
+                }
                 if (p.epilogue == HEAD) {
                     if (p.bias) y += p.bias[ra + r];
                     if (p.cap > 0) y = p.cap * tanhf(y / p.cap);
                 }
-                p.y[(size_t)i * p.ld + column + ra + r] = y;
+                p.y[(size_t)i * p.ld + p.column[m] + ra + r] = y;
             }
     }
+}
+
+/* gate[n] = act(gate) * up */
+static __global__ void glu_kernel(float *gate, const float *up, size_t n, enum activation act)
+{
+    wait_for_previous();
+    let_next_start();
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) gate[i] = activate(gate[i], up[i], act);
 }
 
 /* ---- inputs of cuBLAS, row by row ----------------------------------------------------------------------------------------------- */
@@ -944,25 +944,58 @@ static product part_of(const product &p, int r0, int n)
     return q;
 }
 
-static void multiply(struct gpu *c, const char *name, product p)
+typedef void (*product_function)(product);
+
+template <int T> static product_function product_of(int nx)
+{
+    return nx == 1 ? product_kernel<T, 1> : nx == 4 ? product_kernel<T, 4> : product_kernel<T, 8>;
+}
+static product_function product_of_type(enum tensor_type type, int nx)
+{
+    switch (type) {
+    case T_F32: return product_of<T_F32>(nx);
+    case T_F16: return product_of<T_F16>(nx);
+    case T_BF16: return product_of<T_BF16>(nx);
+#define PRODUCT_OF(T) return product_of<T>(nx)
+    default: FOR_QUANTISED(type, PRODUCT_OF)
+#undef PRODUCT_OF
+    }
+    return NULL;
+}
+
+/* Matrices of one type. */
+static void multiply_alike(struct gpu *c, const char *name, product p)
 {
     int fits = FEW;
-    p.floats = p.ints = false;
-    p.pairs = 0;
-    for (int i = 0; i < p.n_w; i++) {
-        if (is_float(p.w[i].type)) p.floats = true;
-        else p.ints = true;
-        p.pairs += p.epilogue == GLU ? 0 : (p.w[i].rows + 1) / 2;
-    }
-    if (p.epilogue == GLU) p.pairs = p.w[0].rows;
+    p.pairs = p.epilogue == GLU ? p.w[0].rows : 0;
+    for (int i = 0; i < p.n_w && p.epilogue != GLU; i++) p.pairs += (p.w[i].rows + 1) / 2;
     while (fits > 1 && product_shared(p, fits) > (size_t)c->shared_limit) fits /= 2;
     if (fits == 2) fits = 1;
     int blocks = (p.pairs + PRODUCT_WARPS - 1) / PRODUCT_WARPS;
     if (blocks > c->resident) blocks = c->resident;
     for (int r0 = 0; r0 < p.n; r0 += fits) {
         int n = p.n - r0 < fits ? p.n - r0 : fits, nx = n == 1 ? 1 : n <= 4 ? 4 : 8;
-        launch(c, name, nx == 1 ? product_kernel<1> : nx == 4 ? product_kernel<4> : product_kernel<8>, dim3(blocks),
-               dim3(PRODUCT_WARPS * WARP), product_shared(p, nx), part_of(p, r0, n));
+        launch(c, name, product_of_type(p.w[0].type, nx), dim3(blocks), dim3(PRODUCT_WARPS * WARP), product_shared(p, nx),
+               part_of(p, r0, n));
+    }
+}
+
+/* One launch for the matrices of each type, side by side in y. */
+static void multiply(struct gpu *c, const char *name, product p)
+{
+    int column = 0, done = 0;
+    for (int i = 0; i < p.n_w; column += p.w[i++].rows) p.column[i] = column;
+    for (int i = 0; i < p.n_w; i++) {
+        if (done >> i & 1) continue;
+        product q = p;
+        q.n_w = 0;
+        for (int k = i; k < p.n_w; k++)
+            if (p.w[k].type == p.w[i].type) {
+                q.w[q.n_w] = p.w[k];
+                q.column[q.n_w++] = p.column[k];
+                done |= 1 << k;
+            }
+        multiply_alike(c, name, q);
     }
 }
 
@@ -1068,6 +1101,24 @@ static void attend(struct gpu *c, const device_layer &l, int n, int n_runs, bool
     launch_attention(c, alone ? attention_decode(&a, n, c->shared_limit) : attention_prefill(&a, n_runs), a);
 }
 
+/* c->gate[n][n_ff] = the gated activation. */
+static void gate_and_up(struct gpu *c, product p)
+{
+    int ff = c->m->n_ff;
+    p.ld = ff;
+    p.y = c->gate;
+    p.epilogue = GLU;
+    if (p.w[0].type == p.w[1].type) return multiply_alike(c, "gate and up", p);
+    p.epilogue = STORE;
+    p.n_w = 1;
+    multiply_alike(c, "gate", p);
+    p.w[0] = p.w[1];
+    p.y = c->up;
+    multiply_alike(c, "up", p);
+    launch(c, "activation", glu_kernel, dim3((unsigned)((p.n * (size_t)ff + 255) / 256)), dim3(256), 0, c->gate,
+           (const float *)c->up, (size_t)p.n * ff, p.act);
+}
+
 /* Layers by kernels of our own. Returns the residual stream's last state before `*y` is added to it. */
 static const float *few_rows(struct gpu *c, int n, int n_runs, bool alone)
 {
@@ -1094,9 +1145,7 @@ static const float *few_rows(struct gpu *c, int n, int n_runs, bool alone)
         multiply(c, "attention output", o);
         p.w[0] = l.gate, p.w[1] = l.up, p.n_w = 2;
         p.in = residual_of(c, other, c->proj, l.o_bias, l.attn_post_norm, l.ffn_norm, now);
-        p.epilogue = GLU;
-        p.y = c->gate, p.ld = m->n_ff;
-        multiply(c, "gate and up", p);
+        gate_and_up(c, p);
         o.k = m->n_ff;
         o.w[0] = l.down;
         o.plain = c->gate;

@@ -9,12 +9,14 @@
 #include <math.h>
 #include <stdint.h>
 
-/* In front of a loop over registers, and of one that is to have four loads under way. */
+/* In front of a loop over registers, of one that is to have four loads under way, and of one that has enough. */
 #ifdef __CUDACC__
 #define UNROLL _Pragma("unroll")
 #define UNROLL_4 _Pragma("unroll 4")
+#define KEEP_ROLLED _Pragma("unroll 1")
 #else
 #define UNROLL
+#define KEEP_ROLLED
 #define UNROLL_4
 #endif
 
