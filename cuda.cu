@@ -1423,18 +1423,26 @@ static void cuda_close(struct backend *b)
     free(c);
 }
 
-/* A vector of the file on the device; NULL for a tensor that is not there. */
-static bool load_vector(struct gpu *c, const struct gguf_tensor *t, float **out)
+/* A vector of n floats on the device. */
+static bool put_vector(struct gpu *c, const float *host, size_t n, float **out)
+{
+    *out = (float *)device_alloc(c, n * sizeof *host, "weights", "the weights would", "use --backend cpu");
+    c->weight_bytes += n * sizeof *host;
+    return *out && remember(c, *out) &&
+           check(c, cudaMemcpyAsync(*out, host, n * sizeof *host, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy", "a vector") &&
+           check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "a vector");
+}
+
+/* A vector of the file; NULL for a tensor that is not there. kv: it is a bias of keys or values, in heads of `size`. */
+static bool load_vector(struct gpu *c, const struct gguf_tensor *t, float **out, bool kv = false, int size = 0)
 {
     *out = NULL;
     if (!t) return true;
-    *out = (float *)device_alloc(c, t->size, "weights", "the weights would", "use --backend cpu");
-    void *host = *out && remember(c, *out) ? alloc_zeroed(1, t->size, "a weight vector", c->e) : NULL;
-    bool ok = host && gguf_read(c->m->file, t, 0, host, t->size, c->e) &&
-              check(c, cudaMemcpyAsync(*out, host, t->size, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy", "a vector") &&
-              check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "a vector");
+    size_t n = kv ? (size_t)c->m->n_kv * size : t->ne[0];
+    float *host = (float *)alloc_zeroed(n, sizeof *host, "a weight vector", c->e);
+    bool ok = host && (kv ? model_read_kv_bias(c->m, t, host, c->e) : gguf_read(c->m->file, t, 0, host, t->size, c->e)) &&
+              put_vector(c, host, n, out);
     free(host);
-    c->weight_bytes += t->size;
     return ok;
 }
 
@@ -1457,13 +1465,12 @@ static size_t plane(size_t *at, size_t bytes)
 /* Reserves the planes of a matrix of the file and fills them. */
 static bool load_matrix(struct gpu *c, struct staging *s, const struct matrix *m, weight *w)
 {
-    const struct type_info *info = type_info(m->tensor->type);
-    int t = m->tensor->type;
-    size_t row = m->columns / info->block * info->bytes, rows = m->rows, at = 0;
-    *w = { m->tensor->type, (int)m->rows, (int)m->columns, 0, NULL, NULL, NULL, NULL, NULL };
+    enum tensor_type t = matrix_type(m);
+    size_t row = matrix_row_bytes(m), rows = m->rows, at = 0;
+    *w = { t, (int)m->rows, (int)m->columns, 0, NULL, NULL, NULL, NULL, NULL };
     w->nb = is_float(w->type) ? padded(w->cols) : w->cols / 32;
     size_t blocks = rows * w->nb, planes[5];
-    planes[0] = plane(&at, is_float(w->type) ? blocks * info->bytes : blocks * (low_bits(t) == 2 ? 8 : 16));
+    planes[0] = plane(&at, is_float(w->type) ? blocks * (t == T_F32 ? 4 : 2) : blocks * (low_bits(t) == 2 ? 8 : 16));
     planes[1] = plane(&at, is_float(w->type) || low_bits(t) != 8 ? 0 : blocks * 16);
     planes[2] = plane(&at, is_float(w->type) ? 0 : blocks * 4 * high_bits(t));
     planes[3] = plane(&at, is_float(w->type) ? 0 : blocks * scale_bytes(t));
@@ -1477,7 +1484,7 @@ static bool load_matrix(struct gpu *c, struct staging *s, const struct matrix *m
         int n = w->rows - r0 < step ? w->rows - r0 : step, k = s->next;
         size_t bytes = n * row, count = (size_t)n * w->nb;
         if (!check(c, cudaEventSynchronize(s->done[k]), "cudaEventSynchronize", "the weights") ||
-            !gguf_read(c->m->file, m->tensor, (m->row0 + r0) * row, s->host[k], bytes, c->e) ||
+            !matrix_read(c->m, m, r0, n, s->host[k], c->e) ||
             !check(c, cudaMemcpyAsync(s->device[k], s->host[k], bytes, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy",
                    "the weights"))
             return false;
@@ -1504,8 +1511,8 @@ static bool load_all(struct gpu *c, struct staging *s)
             !load_matrix(c, s, &l->v, &d->qkv[2]) || !load_matrix(c, s, &l->o, &d->o) ||
             !load_matrix(c, s, &l->gate, &d->gate) || !load_matrix(c, s, &l->up, &d->up) ||
             !load_matrix(c, s, &l->down, &d->down) || !load_vector(c, l->attn_norm, &d->attn_norm) ||
-            !load_vector(c, l->q_bias, &d->q_bias) || !load_vector(c, l->k_bias, &d->k_bias) ||
-            !load_vector(c, l->v_bias, &d->v_bias) || !load_vector(c, l->o_bias, &d->o_bias) ||
+            !load_vector(c, l->q_bias, &d->q_bias) || !load_vector(c, l->k_bias, &d->k_bias, true, m->head_k) ||
+            !load_vector(c, l->v_bias, &d->v_bias, true, m->head_v) || !load_vector(c, l->o_bias, &d->o_bias) ||
             !load_vector(c, l->q_norm, &d->q_norm) || !load_vector(c, l->k_norm, &d->k_norm) ||
             !load_vector(c, l->attn_post_norm, &d->attn_post_norm) || !load_vector(c, l->ffn_norm, &d->ffn_norm) ||
             !load_vector(c, l->ffn_post_norm, &d->ffn_post_norm))
