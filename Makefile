@@ -250,4 +250,4 @@ $(VENV)/ready: tests/requirements.txt
 	@touch $@
 
 -include $(CUDA_OBJECTS:.o=.d) $(EMULATOR:.o=.d) $(wildcard $(B)/emulated/*.d)
--include $(OBJECTS:.o=.d) $(TESTS:=.d) $(TOOLS:=.d) $(FUZZERS:=.d) $(B)/tests/fuzz_main.d
+-include $(OBJECTS:.o=.d) $(B)/tests/cuda_tool.d $(TESTS:=.d) $(TOOLS:=.d) $(FUZZERS:=.d) $(B)/tests/fuzz_main.d
