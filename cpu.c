@@ -43,6 +43,7 @@ struct cpu {
     struct acts acts, ffn;             /* the same, quantised; [rows][n_ff] */
     float *cs[KV_GROUPS], *sn[KV_GROUPS];          /* [rows][rope.n / 2] angles of the row's position */
     float *sink_cs, *sink_sn;                      /* [rows][rope.n / 2] of the position that it sees the sinks from */
+    float *sink_q;                     /* [rows][n_head * head_k] queries for the sinks */
     float *qkv, *att, *proj, *gate, *up;           /* [rows][..] outputs of products, and the attention's */
     float *logits;                     /* [LOGIT_ROWS][n_vocab] */
     float *gathered;                   /* [ranks][..] by rank: one row's logits, or all rows' states */
@@ -88,7 +89,7 @@ static int qkv_width(const struct model *m) { return m->n_head * m->head_k + m->
 /* Floats of one thread's attention scratch: queries, their results, a split's results, the kernel's own. */
 static size_t attend_floats(const struct model *m)
 {
-    return (size_t)ATTEND_ROWS * (m->head_k + 2 * m->head_v + 4) + m->head_k + m->head_v + ATTEND_SCRATCH;
+    return (size_t)ATTEND_ROWS * (m->head_k + 2 * m->head_v + 4) + ATTEND_SCRATCH;
 }
 
 static size_t matmul_scratch(const struct cpu *c)
@@ -121,6 +122,7 @@ static void carve_all(struct cpu *c, struct carver *v)
     }
     c->sink_cs = carve(v, angles, sizeof(float));
     c->sink_sn = carve(v, angles, sizeof(float));
+    c->sink_q = carve(v, rows * m->n_head * m->head_k, sizeof(float));
     c->qkv = carve(v, rows * qkv_width(m), sizeof(float));
     c->att = carve(v, rows * m->n_head * m->head_v, sizeof(float));
     c->proj = carve(v, rows * m->n_embd, sizeof(float));
@@ -388,8 +390,7 @@ static const struct kv_view *view_of(const struct cpu *c, const struct cpu_layer
 }
 
 /* dst = query head h of row r, for the sinks or for the window: bias, norm, RoPE, scale, the cache's basis. */
-static void make_query(const struct cpu *c, const struct cpu_layer *l, int r, int h, bool sinks,
-                       float *dst)
+static void make_query(const struct cpu *c, const struct cpu_layer *l, int r, int h, bool sinks, float *dst)
 {
     const struct model *m = c->m;
     const float *src = c->qkv + (size_t)r * qkv_width(m) + (size_t)h * m->head_k;
@@ -400,6 +401,17 @@ static void make_query(const struct cpu *c, const struct cpu_layer *l, int r, in
     c->k->rope(dst, cs + (size_t)r * half, sn + (size_t)r * half, 2 * half, m->rope_order);
     for (int i = 0; i < n; i++) dst[i] *= m->attn_scale;
     if (kv_sealed(view_of(c, l, r)->main.shape->type_k)) c->k->rotate(dst, n);
+}
+
+/* Row r's queries: those for the sinks where there are any, then, in place, those for the window. */
+static void make_queries(const struct cpu *c, const struct cpu_layer *l, int r)
+{
+    int n = c->m->head_k;
+    float *q = c->qkv + (size_t)r * qkv_width(c->m), *sink_q = c->sink_q + (size_t)r * c->m->n_head * n;
+    for (int h = 0; h < c->m->n_head; h++) {
+        if (view_of(c, l, r)->sinks) make_query(c, l, r, h, true, sink_q + (size_t)h * n);
+        make_query(c, l, r, h, false, q + (size_t)h * n);
+    }
 }
 
 /* Appends the key and value of KV head h of row r to the cache. `tmp` has head_k + head_v floats. */
@@ -438,7 +450,7 @@ static void seal(const struct cpu *c, const struct cpu_layer *l, int r, int h)
 
 /* One thread's attention scratch, cut into its parts. */
 struct queries {
-    float *q, *m, *l, *o, *m1, *l1, *o1, *tmp, *kernel;
+    float *q, *m, *l, *o, *m1, *l1, *o1, *kernel;
     int64_t first[ATTEND_ROWS], last[ATTEND_ROWS], pos[ATTEND_ROWS];
 };
 
@@ -452,7 +464,6 @@ static void lay_out(const struct cpu *c, int thread, struct queries *qs)
     qs->l = p, p += ATTEND_ROWS;
     qs->m1 = p, p += ATTEND_ROWS;
     qs->l1 = p, p += ATTEND_ROWS;
-    qs->tmp = p, p += c->m->head_k + c->m->head_v;
     qs->kernel = p;
 }
 
@@ -483,35 +494,37 @@ static struct splits splits_of(const struct cpu *c, const struct kv_view *v, int
 /* The number in the sequence of split `i` of `s`. */
 static int64_t split_number(const struct splits *s, int i) { return i < s->sinks ? i : s->first + i - s->sinks; }
 
-/* Fills in the queries of the `n` rows from `row` and KV head `h`: row-major by token, then by query head of the
- * group. */
-static void gather_queries(struct cpu *c, const struct cpu_layer *l, int row, int n, int h,
-                           bool sinks, struct queries *qs)
+/* Gathers the queries of the `n` rows from `row` and KV head `h`: row-major by token, then by query head of the group. */
+static void gather_queries(struct cpu *c, const struct cpu_layer *l, int row, int n, int h, bool sinks,
+                           struct queries *qs)
 {
     const struct kv_view *v = view_of(c, l, row);
-    int g = group_size(c->m);
-    for (int i = 0; i < n; i++)
-        for (int j = 0; j < g; j++) {
-            int64_t pos = c->batch->rows[row + i].pos;
-            struct kv_range seen = sinks ? kv_sink_range(pos, v->sinks, v->window)
-                                         : kv_window_range(pos, v->sinks, v->window);
-            make_query(c, l, row + i, h * g + j, sinks, qs->q + (size_t)(i * g + j) * c->m->head_k);
-            qs->first[i * g + j] = seen.first;
-            qs->last[i * g + j] = seen.last;
-            qs->pos[i * g + j] = pos;
+    int g = group_size(c->m), size = g * c->m->head_k, stride = sinks ? c->m->n_head * c->m->head_k : qkv_width(c->m);
+    const float *q = (sinks ? c->sink_q : c->qkv) + (size_t)row * stride + (size_t)h * size;
+    for (int i = 0; i < n; i++) {
+        int64_t pos = c->batch->rows[row + i].pos;
+        struct kv_range seen = sinks ? kv_sink_range(pos, v->sinks, v->window)
+                                     : kv_window_range(pos, v->sinks, v->window);
+        memcpy(qs->q + (size_t)i * size, q + (size_t)i * stride, sizeof(float) * size);
+        for (int j = i * g; j < (i + 1) * g; j++) {
+            qs->first[j] = seen.first;
+            qs->last[j] = seen.last;
+            qs->pos[j] = pos;
         }
+    }
 }
 
-/* Attention of the n_q queries to split `i` of `s`. */
+/* Attention of the n_q queries to split `i` of `s`; the thread is likely to look at split `next` for KV head next_h
+ * after it. */
 static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct kv_view *view, int h,
-                         const struct splits *s, int i, int n_q, struct queries *qs)
+                         const struct splits *s, int i, int next_h, int next, int n_q, struct queries *qs)
 {
     int64_t begin = split_number(s, i) * KV_SPLIT, end = begin + KV_SPLIT;
     int64_t first = qs->first[0], last = qs->last[n_q - 1];            /* both rise from row to row */
     if (first > begin) begin = first / KV_BLOCK * KV_BLOCK;           /* nobody sees the blocks before */
     if (last + 1 < end) end = last + 1;
-    struct attend a = { view, l->index, h, n_q, qs->q, qs->first, qs->last, qs->pos, begin, end, c->m->attn_cap,
-                        qs->m1, qs->l1, qs->o1, qs->kernel };
+    struct attend a = { view, l->index, h, n_q, qs->q, qs->first, qs->last, qs->pos, begin, end, next_h,
+                        split_number(s, next) * KV_SPLIT, c->m->attn_cap, qs->m1, qs->l1, qs->o1, qs->kernel };
     c->k->attend(&a);
 }
 
@@ -521,12 +534,7 @@ static bool split_mode(const struct cpu *c)
     return c->n_tiles == c->batch->n_rows && (size_t)c->n_tiles <= c->split_tokens && !c->m->by_token;
 }
 
-/* A single token appends itself where its attention is computed. */
-static bool alone(const struct cpu *c) { return c->batch->n_rows == 1 && split_mode(c); }
-
-/* One token's attention to one split of one KV head, left in the parts. In a batch of one the split that holds the
- * token appends it; where the sinks' split reads the same tile at that time, it masks the lane that is being
- * written. */
+/* One token's attention to one split of one KV head, left in the parts. */
 static void attend_part(struct cpu *c, const struct cpu_layer *l, int tile, int h, int i, int thread)
 {
     const struct model *m = c->m;
@@ -534,12 +542,9 @@ static void attend_part(struct cpu *c, const struct cpu_layer *l, int tile, int 
     int row = c->tiles[tile].row, g = group_size(m);
     struct splits s = splits_of(c, view_of(c, l, row), row, 1);
     lay_out(c, thread, &qs);
-    if (alone(c) && i == s.count - 1) {
-        append(c, l, row, h, qs.tmp);
-        seal(c, l, row, h);
-    }
     gather_queries(c, l, row, 1, h, i < s.sinks, &qs);
-    attend_split(c, l, view_of(c, l, row), h, &s, i, g, &qs);
+    int next = i * m->n_kv + h + team_size(c->team);   /* threads take turns */
+    attend_split(c, l, view_of(c, l, row), h, &s, i, next % m->n_kv, next / m->n_kv, g, &qs);
     for (int j = 0; j < g; j++) {
         float *p = part_at(c, tile, h * g + j, i);
         p[0] = qs.m1[j];
@@ -586,7 +591,7 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, int tile, int 
     for (int i = 0; i < s.count; i++) {
         if (i == 0 || i == s.sinks) gather_queries(c, l, row, n, h, i < s.sinks, &qs);
         if (!is_own(c, split_number(&s, i))) continue;
-        attend_split(c, l, view, h, &s, i, n_q, &qs);
+        attend_split(c, l, view, h, &s, i, h, i + 1, n_q, &qs);
         for (int j = 0; j < n_q; j++)
             c->k->join(&qs.m[j], &qs.l[j], qs.o + (size_t)j * m->head_v, qs.m1[j], qs.l1[j],
                        qs.o1 + (size_t)j * m->head_v, m->head_v);
@@ -650,18 +655,17 @@ static void attend_piece(struct cpu *c, int i, int thread)
     attend_part(c, l, tile, i % n_kv, i / n_kv, thread);
 }
 
-static int append_pieces(const struct cpu *c) { return alone(c) ? 0 : c->batch->n_rows; }
 static void append_piece(struct cpu *c, int r, int thread)
 {
-    struct queries qs;
-    lay_out(c, thread, &qs);
+    const struct cpu_layer *l = &c->layers[c->layer];
+    make_queries(c, l, r);
     if (!is_own(c, c->batch->rows[r].pos / KV_SPLIT)) return;
-    for (int h = 0; h < c->m->n_kv; h++) append(c, &c->layers[c->layer], r, h, qs.tmp);
+    for (int h = 0; h < c->m->n_kv; h++) append(c, l, r, h, (float *)c->scratch[thread]);
 }
 
 static int seal_pieces(const struct cpu *c)
 {
-    return !alone(c) && view_of(c, &c->layers[c->layer], 0)->raw.shape ? c->batch->n_rows : 0;
+    return view_of(c, &c->layers[c->layer], 0)->raw.shape ? c->batch->n_rows : 0;
 }
 static void seal_piece(struct cpu *c, int r, int thread)
 {
@@ -844,7 +848,7 @@ static const struct stage {
 } stages[] = {
     { rows_of, start_piece },
     { qkv_pieces, qkv_piece },
-    { append_pieces, append_piece },
+    { rows_of, append_piece },
     { seal_pieces, seal_piece },
     { attend_pieces, attend_piece },
     { states_pieces, states_piece },

@@ -57,6 +57,8 @@ struct attend {
     const int64_t *first, *last;       /* [n_q] keys that a row sees, inclusive; none where last < first */
     const int64_t *pos;                /* [n_q] the rows' own positions, rising */
     int64_t begin, end;                /* the split: keys [begin, end), begin a multiple of KV_SPLIT */
+    int next_head;                     /* what is likely to be read after it, for the processor's caches: the keys */
+    int64_t next;                      /* from there on, of this KV head */
     float cap;                         /* soft cap of the scores; 0 = none */
     float *m, *l;                      /* [n_q] */
     float *o;                          /* [n_q][head_v] */
@@ -64,8 +66,7 @@ struct attend {
 };
 enum {
     ATTEND_ROWS = 64,                  /* query rows that attend is given at most */
-    ATTEND_AT_ONCE = 6,                /* of which this many share a load of keys and values: what registers hold */
-    ATTEND_SCRATCH = ATTEND_AT_ONCE * KV_BLOCK         /* floats */
+    ATTEND_SCRATCH = 12 * KV_BLOCK     /* floats */
 };
 
 struct kernels {

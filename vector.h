@@ -148,6 +148,15 @@ INLINE uint16_t s_to_half(float f) { return f32_to_f16(f); }
 INLINE float v_sum(vf v) { FOLD(v, sum, add); return _mm_cvtss_f32(sum); }
 INLINE float v_highest(vf v) { FOLD(v, top, max); return _mm_cvtss_f32(top); }  /* any lane, if one is a NaN */
 
+/* The same for each of four vectors. */
+#define FOLD_FOUR(v, op) \
+    __m128 a = FOLD4(v[0], op), b = FOLD4(v[1], op), c = FOLD4(v[2], op), d = FOLD4(v[3], op); \
+    __m128 ab = _mm_##op##_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a)); \
+    __m128 cd = _mm_##op##_ps(_mm_movelh_ps(c, d), _mm_movehl_ps(d, c)); \
+    _mm_storeu_ps(out, _mm_##op##_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xDD)))
+INLINE void v_sum4(const vf v[4], float out[4]) { FOLD_FOUR(v, add); }
+INLINE void v_highest4(const vf v[4], float out[4]) { FOLD_FOUR(v, max); }
+
 /* exp(x): x = n ln 2 + r, |r| <= ln 2 / 2, the Taylor polynomial of degree 7 in r (error below 2 ulp), 2^n through the
  * exponent bits. Below -87.3 the result is 0, above 88.3 it is about 2e38 (scores never get there: they are at most 0);
  * NaN stays NaN. */

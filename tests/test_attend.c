@@ -64,7 +64,8 @@ static void run(const struct kernels *table, const struct cache *c, const float 
         int n = n_q - r < step ? n_q - r : step;
         for (int64_t begin = 0; begin < c->n; begin += KV_SPLIT) {
             struct attend a = { &c->view, 1, 1, n, q + (size_t)r * D, first + r, last + r, last + r, begin,
-                                begin + KV_SPLIT < c->n ? begin + KV_SPLIT : c->n, cap, m1, l1, o1, scratch };
+                                begin + KV_SPLIT < c->n ? begin + KV_SPLIT : c->n, 1, begin + KV_SPLIT, cap, m1, l1, o1,
+                                scratch };
             for (int i = 0; i < n * V; i++) o1[i] = NAN;
             table->attend(&a);
             for (int i = 0; i < n; i++)
