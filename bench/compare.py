@@ -2,7 +2,7 @@
 """Measures gen beside llama.cpp: same file, prompt length and threads, run in turns; prints ratios beside the memory's
 bandwidth and the processor's byte products, which gen measures in the same run.
 
-  compare.py [--tests decode,prefill,batch,process,threads,busy] [--models smollm2,gemma3,1.1b-q4_0,...] ...
+  compare.py [--tests decode,prefill,batch,process,lookup,threads,busy] [--models smollm2,gemma3,1.1b-q4_0,...] ...
 
 Each line begins with one try of every way to run llama.cpp that could be its best (flash attention on and off, its own
 number of threads, the file mapped or not); the fastest is then run in turns with gen, `rounds` times. A ratio is of one
@@ -23,6 +23,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 WEIGHTS = ROOT / "weights"
 REAL = {"smollm2": "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3": "gemma-3-270m-q4_k_m.gguf"}
 RANDOM = {f"1.1b-{kind.lower()}": kind for kind in ("Q4_0", "Q4_K", "Q6_K", "Q8_0")}
+TEXT = """The old harbour lies at the mouth of a narrow river, where the hills come down to the sea. In the morning the
+fishing boats leave before the sun is up, and the women of the town walk along the quay to the market with baskets on
+their arms. By noon the streets are quiet and the shutters are closed against the heat. In the evening the boats return
+one by one, the gulls cry over the nets, and the lamps are lit along the water. On Sundays the whole town gathers to hear
+the band play, and the children run between the tables until it is dark.""".replace("\n", " ")
+REWRITE = f'A text:\n\n{TEXT}\n\nThe same text with the word "port" in place of "harbour":\n\nThe old port'
+FREE = "The keeper of the lighthouse had not spoken to anyone for eleven days when"
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it runs away from the big wolf"      # 20 tokens
 
 
@@ -87,6 +94,13 @@ class Gen:
     def command(self, model):
         return [self.path, "-m", model, "-t", self.threads, "-p", PROMPT, "-n", 1, "--temp", 0, "-q"]
 
+    def answer(self, model, prompt, tokens, *words):
+        """The object of --json, with its speed."""
+        command = [self.path, "-m", model, "-t", self.threads, "-p", prompt, "-n", tokens, "-s", 1, "--ignore-eos", "-q",
+                   "--json", *words]
+        r = json.loads(run(command, ("env", f"GEN_ISA={self.isa}") if self.isa else ()))
+        return {**r, "tokens_per_s": 1000 * r["usage"]["completion_tokens"] / r["timings"]["decode_ms"]}
+
 
 class LlamaCpp:
     def __init__(self, options):
@@ -101,15 +115,15 @@ class LlamaCpp:
                 for n in sorted(counts):
                     yield f"-fa {flash} -lm {mapped} -t {n}", ["-fa", flash, "-lm", mapped, "-t", n]
 
-    def bench(self, model, way, prefill=0, decode=0, depth=0, prefix=()):
+    def bench(self, model, way, prefill=0, decode=0, depth=0, prefix=(), reps=None):
         samples = json.loads(run([self.bin / "llama-bench", "-m", model, "-p", prefill, "-n", decode, "-d", depth,
-                                  "-r", self.reps, *way, "-o", "json"], prefix))[0]["samples_ts"]
+                                  "-r", reps or self.reps, *way, "-o", "json"], prefix))[0]["samples_ts"]
         return statistics.median(samples)
 
-    def batch(self, model, way, prompt, decode, sequences):
+    def batch(self, model, way, prompt, decode, sequences, reps=None):
         way = ["-fa", "on" if way[1] else "off", *way[2:]]
         speeds = []
-        for _ in range(self.reps):
+        for _ in range(reps or self.reps):
             out = run([self.bin / "llama-batched-bench", "-m", model, "-c", (prompt + decode) * sequences,
                        "-npp", prompt, "-ntg", decode, "-npl", sequences, *way, "--output-format", "jsonl"])
             speeds += [json.loads(line)["speed_tg"] for line in out.splitlines() if line.startswith("{")]
@@ -128,14 +142,14 @@ class Report:
         self.rounds, self.lines = options.rounds, []
 
     def turns(self, model, test, ours, ways, **about):
-        """ours() is an object of --bench; ways: functions that give llama.cpp's speed, by name."""
+        """ours() is an object of --bench; ways: functions that give llama.cpp's speed in so many repetitions, by name."""
         say(f"{model}: {test}")
-        tries = {name: call() for name, call in ways.items()}
+        tries = {name: call(1) for name, call in ways.items()}
         best = max(tries, key=tries.get)
         mine, theirs = [], []
         for _ in range(self.rounds):
             mine.append(ours())
-            theirs.append(ways[best]())
+            theirs.append(ways[best](None))
         median = sorted(mine, key=lambda r: r["tokens_per_s"])[len(mine) // 2]
         ratios = [a["tokens_per_s"] / b for a, b in zip(mine, theirs)]
         shares = {key: median[key] for key in ("gb_per_s", "bandwidth_fraction", "gmac_per_s", "int8_fraction")}
@@ -145,6 +159,11 @@ class Report:
     def add(self, **line):
         self.lines.append(line)
         say("    " + self.row(line))
+
+    def keep(self, old):
+        """Puts lines measured before in front of the others, those of the same model and test left out."""
+        new = {(line["model"], line["test"]) for line in self.lines}
+        self.lines = [line for line in old if (line["model"], line["test"]) not in new] + self.lines
 
     @staticmethod
     def row(line):
@@ -167,21 +186,22 @@ class Report:
 def test_decode(report, gen, peer, name, model, o):
     for depth in o.depths:
         words = ["-tg", o.decode, "-d", depth]
-        ways = {key: lambda way=way: peer.bench(model, way, decode=o.decode, depth=depth) for key, way in peer.ways()}
+        ways = {key: lambda reps, way=way: peer.bench(model, way, decode=o.decode, depth=depth, reps=reps)
+                for key, way in peer.ways()}
         report.turns(name, f"decode {o.decode} at {depth}", lambda: gen.bench(model, *words), ways, kind="decode",
                      depth=depth)
 
 
 def test_prefill(report, gen, peer, name, model, o):
     for n in o.prefill:
-        ways = {key: lambda way=way: peer.bench(model, way, prefill=n) for key, way in peer.ways()}
+        ways = {key: lambda reps, way=way: peer.bench(model, way, prefill=n, reps=reps) for key, way in peer.ways()}
         report.turns(name, f"prefill {n}", lambda: gen.bench(model, "-pp", n), ways, kind="prefill", n=n)
 
 
 def test_batch(report, gen, peer, name, model, o):
     for n in o.sequences:
         words = ["-tg", o.batch_decode, "-d", o.batch_prompt, "-np", n]
-        ways = {key: lambda way=way: peer.batch(model, way, o.batch_prompt, o.batch_decode, n)
+        ways = {key: lambda reps, way=way: peer.batch(model, way, o.batch_prompt, o.batch_decode, n, reps)
                 for key, way in peer.ways()}
         report.turns(name, f"decode {o.batch_decode} of {n} sequences at {o.batch_prompt}",
                      lambda: gen.bench(model, *words), ways, kind="batch", sequences=n)
@@ -213,6 +233,21 @@ def against_itself(report, name, test, one, other):
     ratios = [x / y for x, y in zip(a, b)]
     report.add(model=name, test=test, kind="itself", unit="t/s", gen=list(a), peer=list(b), way="(gen itself)",
                ratio=statistics.median(ratios), least_ratio=min(ratios))
+
+
+def test_lookup(report, gen, peer, name, model, o):
+    """--lookup beside gen without it, on a text that repeats its prompt and on one that does not: the same text."""
+    for what, prompt in ("a text rewritten with one word changed", REWRITE), ("free text", FREE):
+        for temperature in 0, 0.8:
+            runs = []
+
+            def answer(*words):
+                runs.append(gen.answer(model, prompt, 160, "--temp", temperature, *words))
+                return runs[-1]
+            against_itself(report, name, f"{what}, temperature {temperature}: --lookup, without",
+                           lambda: answer("--lookup"), answer)
+            if len({(r["text"], r["logits_sha256"]) for r in runs}) != 1:
+                raise Failed(f"{name}: --lookup changes the text")
 
 
 def test_threads(report, gen, peer, name, model, o):
@@ -293,21 +328,23 @@ def arguments(argv):
     def words(kind=str):
         return lambda text: [kind(word) for word in text.replace(",", " ").split()]
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--tests", type=words(), default=["decode", "prefill", "batch", "process"], help=", ".join(TESTS))
-    p.add_argument("--models", type=words(), default=[*REAL, *RANDOM], help="names, or GGUF files")
+    p.add_argument("--tests", type=words(), default=["decode", "prefill", "batch", "process", "lookup"], help=", ".join(TESTS))
+    p.add_argument("--models", type=words(), help="names, or GGUF files; if not given, SmolLM2 and Gemma 3 "
+                   "in all tests, and the random models in decode at depth 0")
     p.add_argument("--gen", type=pathlib.Path, default=ROOT / "gen")
     p.add_argument("--isa", help="instruction set that gen is made to use (GEN_ISA)")
     p.add_argument("--peer", type=pathlib.Path, default=ROOT / "build" / "peer", help="folder that peer.sh built in")
     p.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     p.add_argument("--rounds", type=int, default=3, help="turns of gen and llama.cpp")
-    p.add_argument("--reps", type=int, default=3, help="repetitions inside one turn")
-    p.add_argument("--depths", type=words(int), default=[0, 4096, 16384])
+    p.add_argument("--reps", type=int, default=2, help="repetitions inside one turn")
+    p.add_argument("--depths", type=words(int), default=[0, 4096])
     p.add_argument("--decode", type=int, default=64, help="tokens of a decode test")
     p.add_argument("--prefill", type=words(int), default=[128, 512, 4096])
     p.add_argument("--sequences", type=words(int), default=[4, 16, 64])
     p.add_argument("--batch-prompt", type=int, default=128)
     p.add_argument("--batch-decode", type=int, default=32)
     p.add_argument("--json", type=pathlib.Path, default=ROOT / "build" / "bench.json", help="where the results go")
+    p.add_argument("--keep", action="store_true", help="lines of the file of results that are not measured now stay")
     p.add_argument("--plot", type=pathlib.Path, help="draw decode speed against depth (svg, png; needs matplotlib)")
     o = p.parse_args(argv)
     for test in o.tests:
@@ -323,10 +360,14 @@ def main(argv):
     if load > 0.5:
         say(f"warning: something else is running (load {load:.1f}): only the ratios say something, if anything")
     try:
-        models = {name: obtain(name) for name in o.models}
+        models = {name: obtain(name) for name in o.models or REAL}
         for test in o.tests:
             for name, model in models.items():
                 TESTS[test](report, gen, peer, name, model, o)
+        if not o.models and "decode" in o.tests:
+            o.depths = [0]
+            for name in RANDOM:
+                test_decode(report, gen, peer, name, obtain(name), o)
     except Failed as e:
         say(f"compare.py: {e}")
         return 1
@@ -334,6 +375,8 @@ def main(argv):
         say("interrupted")
         return 130
     finally:
+        if o.keep and o.json.exists():
+            report.keep(json.loads(o.json.read_text())["lines"])
         if report.lines:
             o.json.parent.mkdir(parents=True, exist_ok=True)
             result = {"machine": machine(), "threads": o.threads, "lines": report.lines}
