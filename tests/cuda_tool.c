@@ -5,7 +5,10 @@
  *   k, v      types of the cache (f16)               layout   paged or contiguous (paged)    page   tokens of a page (32)
  *   prompt    tokens of the prompt (70)              steps    single tokens (4)              seed   of the tokens (1)
  *   chunk     tokens of a prefill chunk (512)        window, sinks                           cpu    0: without the CPU
- *   oracle    the model that the CPU computes (MODEL itself): its weights in float, say */
+ *   oracle    the model that the CPU computes (MODEL itself): its weights in float, say
+ *   hand      1: CUDA's sequences start with the blocks of the CPU's cache, so that codes are the same
+ *   ctx       largest context (1024)
+ *   depth     CUDA alone, a cache of so many tokens that holds zeros, then nothing but `steps` single tokens: to count */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -85,17 +88,53 @@ static void step(enum kind kind, bool both)
     if (both) compare_at(kind, b, sequence_length(b[CUDA]) - 1);
 }
 
-static void prefill(struct sequence **s[BACKENDS], int n)
+/* Gives CUDA's sequence the whole blocks of the CPU's. */
+static void hand_over(struct sequence *from, struct sequence *to)
+{
+    struct error e;
+    const int32_t *tokens = sequence_tokens(from);
+    for (int64_t block = 0; block < sequence_length(from) / KV_BLOCK; block++) {
+        void *bytes = malloc(engine_block_bytes(runs[CPU].g, block, KV_ALL_PARTS));
+        unsigned parts = sequence_read_block(from, block, bytes);
+        must(sequence_write_block(to, tokens + block * KV_BLOCK, bytes, parts, &e), &e);
+        free(bytes);
+    }
+}
+
+static void prefill(struct sequence **s[BACKENDS], int n, bool hand)
 {
     struct error e;
     struct sequence *open[BACKENDS];
     int32_t *tokens = calloc((size_t)n, sizeof *tokens);
+    int64_t whole = n / KV_BLOCK * KV_BLOCK, reused;
     for (int i = 0; i < n; i++) tokens[i] = next_token();
     for (int i = first; i < BACKENDS; i++) {
-        must(sequence_open(s[i], runs[i].g, &e) && sequence_sync(*s[i], tokens, n, NULL, NULL, &e), &e);
+        must(sequence_open(s[i], runs[i].g, &e), &e);
         open[i] = *s[i];
     }
+    if (hand && whole > 0) {
+        must(sequence_sync(open[CPU], tokens, whole, NULL, NULL, &e), &e);
+        hand_over(open[CPU], open[CUDA]);
+    }
+    for (int i = first; i < BACKENDS; i++) must(sequence_sync(open[i], tokens, n, &reused, NULL, &e), &e);
+    if (hand && whole > 0 && reused != whole) must((snprintf(e.text, sizeof e.text, "blocks given to CUDA are not used"), false), &e);
     compare_at(PREFILL, open, n - 1);
+    free(tokens);
+}
+
+/* A sequence whose first n tokens (whole blocks) have keys and values of zero, and one token more. */
+static void deep(int n)
+{
+    struct error e;
+    struct run *r = &runs[CUDA];
+    int32_t *tokens = calloc((size_t)n + 1, sizeof *tokens);
+    must(sequence_open(&r->a, r->g, &e) && sequence_open(&r->b, r->g, &e), &e);
+    for (int64_t block = 0; block < n / KV_BLOCK; block++) {
+        void *zeros = calloc(1, engine_block_bytes(r->g, block, KV_ALL_PARTS));
+        must(sequence_write_block(r->a, tokens, zeros, KV_ALL_PARTS, &e), &e);
+        free(zeros);
+    }
+    must(sequence_sync(r->a, tokens, n / KV_BLOCK * KV_BLOCK + 1, NULL, NULL, &e), &e);
     free(tokens);
 }
 
@@ -125,7 +164,8 @@ int main(int argc, char **argv)
     struct error e = { 0 };
     struct engine_options o = { .ctx = 1024, .batch = 512, .threads = 1, .max_sequences = 2, .layout = KV_PAGED,
                                 .page_size = KV_BLOCK, .type_k = KV_F16, .type_v = KV_F16, .cache = true };
-    int prompt = 70, steps = 4, seed = 1;
+    int prompt = 70, steps = 4, seed = 1, depth = 0;
+    bool hand = false;
     if (argc < 2) return fprintf(stderr, "usage: cuda_tool MODEL [WORD=VALUE]...\n"), 2;
     const char *files[BACKENDS] = { argv[1], argv[1] };
     for (int i = 2; i < argc; i++) {
@@ -141,9 +181,11 @@ int main(int argc, char **argv)
         else if (!strcmp(argv[i], "seed")) seed = atoi(value);
         else if (!strcmp(argv[i], "chunk")) o.batch = atoi(value);
         else if (!strcmp(argv[i], "ctx")) o.ctx = atoi(value);
+        else if (!strcmp(argv[i], "depth")) depth = atoi(value), first = depth ? CUDA : first;
         else if (!strcmp(argv[i], "window")) o.window = atoi(value);
         else if (!strcmp(argv[i], "sinks")) o.sinks = atoi(value);
         else if (!strcmp(argv[i], "cpu")) first = atoi(value) ? CPU : CUDA;
+        else if (!strcmp(argv[i], "hand")) hand = atoi(value) != 0;
         else if (!strcmp(argv[i], "oracle")) files[CPU] = value;
         else return fprintf(stderr, "cuda_tool: unknown word %s\n", argv[i]), 2;
     }
@@ -158,13 +200,16 @@ int main(int argc, char **argv)
         must(engine_open(&runs[i].g, m[i], &o, &e), &e);
         a[i] = &runs[i].a, b[i] = &runs[i].b;
     }
-    prefill(a, prompt);
+    if (depth) deep(depth);
+    else prefill(a, prompt, hand);
     for (int i = 0; i < steps; i++) step(DECODE, false);
-    extend();
-    step(DECODE, false);
-    prefill(b, (prompt + 1) / 2);
-    for (int i = 0; i < 2; i++) step(TOGETHER, true);
-    step(DECODE, false);
+    if (!depth) {
+        extend();
+        step(DECODE, false);
+        prefill(b, (prompt + 1) / 2, hand);
+        for (int i = 0; i < 2; i++) step(TOGETHER, true);
+        step(DECODE, false);
+    }
     printf("{");
     for (int i = 0; i < KINDS; i++) printf("\"%s\": %.3g, ", kind_names[i], isfinite(worst[i]) ? worst[i] : 1e30);
     printf("\"hash\": \"%016llx\"}\n", (unsigned long long)hash);

@@ -123,7 +123,7 @@ def test_counters(case, tmp_path):
     counted = json.loads(file.read_text())
     assert counted["copies"] == {
         "launches": 1, "threads": 256,
-        "reads": {"from": {"requests": 16, "bytes": 8192, "sectors": 256}},
-        "writes": {"to": {"requests": 16, "bytes": 8192, "sectors": 256}}}
-    assert counted["strided"]["reads"]["from"] == {"requests": 2, "bytes": 132, "sectors": 33}
-    assert counted["strided"]["writes"]["to"] == {"requests": 1, "bytes": 4, "sectors": 1}
+        "reads": {"from": {"requests": 16, "bytes": 8192, "sectors": 256, "distinct": 128}},
+        "writes": {"to": {"requests": 16, "bytes": 8192, "sectors": 256, "distinct": 128}}}
+    assert counted["strided"]["reads"]["from"] == {"requests": 2, "bytes": 132, "sectors": 33, "distinct": 32}
+    assert counted["strided"]["writes"]["to"] == {"requests": 1, "bytes": 4, "sectors": 1, "distinct": 1}

@@ -189,16 +189,21 @@ static void count_requests()
         return a.warp != b.warp ? a.warp < b.warp : a.place != b.place ? a.place < b.place : a.p < b.p;
     });
     for (size_t i = 0, j; i < log.size(); i = j) {
-        const allocation *a = find_allocation(log[i].p);
-        traffic &t = (log[i].write ? r.writes : r.reads)[a ? a->label : "unknown"];
+        allocation &a = *find_allocation(log[i].p);
+        traffic &t = (log[i].write ? r.writes : r.reads)[a.label];
+        std::vector<uint32_t> &counted = a.counted[log[i].write];
         uintptr_t end = 0, last = UINTPTR_MAX;
+        if (counted.empty()) counted.resize((a.end - a.start) / 32 + 2);
         t.requests++;
         for (j = i; j < log.size() && log[j].warp == log[i].warp && log[j].place == log[i].place; j++) {
             uintptr_t from = std::max(log[j].p, end), to = log[j].p + log[j].bytes;
             if (to <= end) continue;
             t.bytes += to - from;
-            for (uintptr_t s = from / 32; s <= (to - 1) / 32; s++)
+            for (uintptr_t s = from / 32; s <= (to - 1) / 32; s++) {
+                uint32_t &stamp = counted[s - a.start / 32];
                 if (s != last) t.sectors++, last = s;
+                if (stamp != launch_number) t.distinct++, stamp = launch_number;
+            }
             end = to;
         }
     }
@@ -243,9 +248,9 @@ void access(uintptr_t p, size_t bytes, bool write, bool atomic, const void *pc)
     if (!current) return;              /* the host's code: pages guard it */
     if (p - (uintptr_t)current->stack < STACK_BYTES) return;
     const ranges &m = memory;
-    if (allocation *a = find_allocation(p)) access_global(*a, p, bytes, write, atomic, pc);
-    else if (p >= m.shared && p < m.shared_end) access_shared(p, bytes, write, atomic, pc);
+    if (p >= m.shared && p < m.shared_end) access_shared(p, bytes, write, atomic, pc);
     else if (p >= m.data && p < m.data_end) return;
+    else if (allocation *a = find_allocation(p)) access_global(*a, p, bytes, write, atomic, pc);
     else if (p - (uintptr_t)running->arguments.get() < running->arguments->bytes && !write) return;
     else die_at(pc, "%s of %zu bytes at %#zx, which is not the device's memory", write ? "write" : "read", bytes, p);
 }

@@ -67,6 +67,7 @@ struct allocation {
     place at;                          /* where it was asked for */
     std::string label;
     std::vector<uint32_t> written;     /* for each 64 bytes, the launch that wrote there last */
+    std::vector<uint32_t> counted[2];  /* for each 32 bytes, the launch that read or wrote there last, while counting */
 };
 /* One reservation of address space in which each allocation has slots of its own. */
 constexpr size_t ARENA = (size_t)1 << 38, SLOT = 2 << 20;
@@ -100,8 +101,8 @@ bool fails();
 extern uint32_t launch_number, first_in_flight;
 
 /* Sums over a kernel's launches of what its warps asked for in memory of one label: requests (one instruction of one
- * warp), bytes without those that several lanes want, 32-byte sectors touched by each request. */
-struct traffic { uint64_t requests, bytes, sectors; };
+ * warp), bytes without those that several lanes want, 32-byte sectors touched by each request, and by each launch. */
+struct traffic { uint64_t requests, bytes, sectors, distinct; };
 struct kernel_record {
     uint64_t launches, threads;
     std::map<std::string, traffic> reads, writes;

@@ -101,9 +101,9 @@ static void put(FILE *f, const char *name, const std::map<std::string, traffic> 
     const char *comma = "";
     fprintf(f, "\"%s\": {", name);
     for (const auto &t : all) {
-        fprintf(f, "%s\"%s\": {\"requests\": %llu, \"bytes\": %llu, \"sectors\": %llu}", comma, t.first.c_str(),
-                (unsigned long long)t.second.requests, (unsigned long long)t.second.bytes,
-                (unsigned long long)t.second.sectors);
+        fprintf(f, "%s\"%s\": {\"requests\": %llu, \"bytes\": %llu, \"sectors\": %llu, \"distinct\": %llu}", comma,
+                t.first.c_str(), (unsigned long long)t.second.requests, (unsigned long long)t.second.bytes,
+                (unsigned long long)t.second.sectors, (unsigned long long)t.second.distinct);
         comma = ", ";
     }
     fputs("}", f);

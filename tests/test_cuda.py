@@ -1,0 +1,155 @@
+"""The CUDA backend on the emulator (tests/emulator) against the CPU backend: log-probabilities of tiny models after the same
+steps, and the same bits from run to run, in any order of threads, contiguous or paged.
+
+Bounds. Sums are floats in both, but in other orders. With a cache of f32 that is all there is (2e-5 is measured). Other
+types round keys and values, and what lies near the middle between two steps may be rounded the other way; so where a
+cache is not f32, CUDA starts from the whole blocks of the CPU's (hand=1), and what is left of such flips is that of
+the last few tokens."""
+import itertools
+import json
+import os
+import subprocess
+
+import gguf
+import numpy as np
+import pytest
+from conftest import BUILD, ROOT
+from make_model import ARCHITECTURES, WEIGHT_TYPES, random_model
+
+FLOAT_BOUND, BOUND = 1e-4, 1e-3
+STEPS = ("prefill", "decode", "extend", "together")
+TYPES = "f32 f16 bf16 fp8 int8 int4".split()
+SMALL = {"embd": 128, "ff": 128, "head_k": 32}
+WIDE = {"embd": 256, "ff": 256, "head_k": 64, "layers": 1}           # whole blocks of the K-quants in every row
+TOOL = BUILD / "emulated" / "cuda_tool"
+
+if not list(ROOT.glob("*.cu")):
+    pytest.skip("there is no CUDA backend", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """model(**arguments of random_model): its path; the same arguments give the same file, made once."""
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def make(**arguments):
+        key = repr(sorted(arguments.items()))
+        if key not in made:
+            made[key] = random_model(str(folder / f"{len(made)}.gguf"), **{**SMALL, **arguments})
+        return made[key]
+    return make
+
+
+def emulate(*command, settings=""):
+    """Runs a program on the emulator; its stdout."""
+    r = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600, cwd=ROOT,
+                       env={**os.environ, "CUDA_EMULATOR": settings})
+    assert r.returncode == 0, f"{command}: {r.returncode}\n{r.stderr[-2000:]}"
+    return r.stdout
+
+
+def steps(path, settings="", **words):
+    """The result of cuda_tool."""
+    if not TOOL.exists():
+        pytest.fail(f"{TOOL} is not there: make emulated builds it")
+    return json.loads(emulate(TOOL, path, *(f"{k}={v}" for k, v in words.items()), settings=settings))
+
+
+def compare(path, bound=None, kinds=STEPS, **words):
+    f32 = words.get("k", "f16") == words.get("v", "f16") == "f32"
+    r = steps(path, **({} if f32 else {"hand": 1}), **words)
+    for kind in kinds:
+        assert r[kind] <= (bound or (FLOAT_BOUND if f32 else BOUND)), f"{kind}: {r}"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_architectures(model, arch):
+    options = {"caps": (50.0, 30.0)} if arch == "gemma2" else {}
+    if arch.startswith("gemma"):
+        options |= {"window": 40, "layers": 6 if arch == "gemma3" else 2}
+    compare(model(arch=arch, **options), k="f32", v="f32")
+
+
+# (query heads, KV heads, head size): groups of 1 to 16, MQA, sizes that are padded.
+HEADS = [(4, 4, 32), (4, 1, 64), (6, 2, 32), (12, 2, 32), (7, 1, 32), (8, 1, 80), (16, 1, 32), (4, 2, 96), (2, 1, 100),
+         (4, 2, 128), (2, 1, 256)]
+
+
+@pytest.mark.parametrize("heads, kv_heads, head", HEADS)
+def test_heads(model, heads, kv_heads, head):
+    path = model(heads=heads, kv_heads=kv_heads, head_k=head, layers=1)
+    compare(path, k="f32", v="f32", prompt=45)
+    compare(path, k="int8", v="int4", prompt=45, page=64)
+
+
+PAIRS = list(itertools.product(TYPES, TYPES))
+
+
+@pytest.mark.parametrize("k, v", [(t, t) for t in TYPES[1:]] + [("f16", "int8"), ("int8", "int4"), ("fp8", "f32"), ("f32", "int4")])
+def test_types(model, k, v):
+    compare(model(layers=1), k=k, v=v)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("k, v", PAIRS)
+def test_all_types_and_shapes(model, k, v):
+    for heads, kv_heads, head in HEADS:
+        compare(model(heads=heads, kv_heads=kv_heads, head_k=head, layers=1), k=k, v=v, prompt=75)
+    for window, sinks in [(1, 0), (20, 4), (33, 0), (64, 40)]:
+        compare(model(layers=1), k=k, v=v, window=window, sinks=sinks, prompt=150)
+
+
+@pytest.mark.parametrize("window, sinks, kind", [(1, 0, "f32"), (20, 4, "f32"), (33, 0, "int8"), (64, 40, "int4")])
+def test_windows(model, window, sinks, kind):
+    compare(model(layers=1), window=window, sinks=sinks, k=kind, v=kind, prompt=110)
+
+
+@pytest.mark.parametrize("weight", WEIGHT_TYPES)
+def test_weight_types(model, weight):
+    """Prompts of one token take the path of matrix times vector, with the CPU's activation format where weights are quantised."""
+    compare(model(weight=weight, **WIDE), bound=BOUND, k="f32", v="f32", prompt=1, steps=2)
+
+
+def dequantised(path, out):
+    """The same model with its weights in F32."""
+    r = gguf.GGUFReader(path)
+    w = gguf.GGUFWriter(out, r.fields["general.architecture"].contents())
+    for field in r.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            value, kind = field.contents(), field.types[0]
+            if kind == gguf.GGUFValueType.ARRAY:
+                w.add_array(field.name, value)
+            else:
+                w.add_key_value(field.name, value, kind)
+    for t in r.tensors:
+        w.add_tensor(t.name, gguf.dequantize(t.data, t.tensor_type).astype(np.float32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return out
+
+
+@pytest.mark.parametrize("weight", ["Q8_0", "Q4_K", "Q6_K"])
+def test_prefill_of_quantised_weights(model, weight, tmp_path):
+    """cuBLAS multiplies the weights themselves, in half precision, with activations that are not quantised: compared
+    with the model in F32 on the CPU."""
+    path = model(weight=weight, **WIDE)
+    compare(path, bound=2e-2, kinds=["prefill"], oracle=dequantised(path, str(tmp_path / "f32.gguf")), k="f32", v="f32", steps=0)
+
+
+@pytest.mark.parametrize("arch, kind", [("llama", "f16"), ("gemma3", "int8"), ("qwen2", "int4")])
+def test_same_bits(model, arch, kind):
+    """From run to run, for any order of threads and blocks, any page size."""
+    path = model(arch=arch, layers=2, **({"window": 40} if arch == "gemma3" else {}))
+    runs = [("", {}), ("", {}), ("seed=1", {}), ("seed=2", {"page": 64}), ("seed=3", {"layout": "contiguous"})]
+    hashes = [steps(path, settings, cpu=0, k=kind, v=kind, **words)["hash"] for settings, words in runs]
+    assert len(set(hashes)) == 1, hashes
+
+
+def test_program(model):
+    """The whole program: greedy text is the CPU's."""
+    gen = BUILD / "emulated" / "gen"
+    path = model(arch="qwen3")
+    words = [gen, "-m", path, "-p", "hello", "--temp", "0", "-n", "12", "--ignore-eos", "-c", "256", "-ctk", "f32", "-ctv", "f32", "-q"]
+    assert emulate(*words, "--backend", "cuda") == emulate(*words, "--backend", "cpu")

@@ -1,0 +1,164 @@
+"""What nvcc made of the CUDA kernels, without running them: registers and shared memory within the budget written beside the
+kernels, no spills, 128-bit loads where a kernel streams weights or the cache.
+
+The table in the first comment of each .cu file is the budget:  NAME<ARGUMENTS>  REGISTERS  STATIC-SHARED  [wide]. A * stands for
+anything. make leaves ptxas's reports and the cubins of ./gen in build/release/nvcc; sm_100 is compiled here (long)."""
+import fnmatch
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+from conftest import BUILD, CONFIG, ROOT
+
+SOURCES = sorted(ROOT.glob("*.cu"))
+REPORTS = BUILD / "nvcc"
+
+if not SOURCES or CONFIG != "release":
+    pytest.skip("CUDA is compiled in the release build", allow_module_level=True)
+
+
+class Compiled(NamedTuple):
+    kernel: str                        # as a person writes it: decode_kernel<1, 64>
+    arch: str
+    spills: int
+    registers: int
+    shared: int
+
+
+def plain_names(mangled):
+    """decode_kernel<1, 64> for _Z13decode_kernelILi1ELi64EEv9attention, and so on."""
+    out = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True).stdout
+    names = {}
+    for name, line in zip(mangled, out.splitlines()):
+        line = re.sub(r"^void |\((\w+|anonymous namespace)\)(?=[-\d:])|\(anonymous namespace\)::", "", line)
+        depth, end = 0, len(line)
+        for i, c in enumerate(line):
+            depth += (c == "<") - (c == ">")
+            if c == "(" and not depth:
+                end = i
+                break
+        names[name] = line[:end]
+    return names
+
+
+def read_report(text):
+    found = re.findall(r"Compiling entry function '(\S+)' for '(sm_\d+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+                       r".*?Used (\d+) registers([^\n]*)", text, re.S)
+    names = plain_names([f[0] for f in found])
+    return [Compiled(names[name], arch, int(stores) + int(loads), int(registers),
+                     int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1]))
+            for name, arch, stores, loads, registers, rest in found]
+
+
+def budgets(source):
+    """[(pattern, registers, shared, wide)] of a file's first comment."""
+    comment = source.read_text().split("*/")[0]
+    return [(m[1], int(m[2]), int(m[3]), bool(m[4])) for m in
+            re.finditer(r"^ \*\s+(\w+(?:<[^>\n]*>)?)\s+(\d+)\s+(\d+)( +wide)?$", comment, re.M)]
+
+
+def budget_of(kernel, source):
+    squeezed = kernel.replace(" ", "")
+    for pattern, *budget in budgets(source):
+        if fnmatch.fnmatchcase(squeezed, pattern.replace(" ", "")):
+            return budget
+    pytest.fail(f"{source.name} has no budget for {kernel}")
+
+
+def check(compiled, source):
+    assert compiled
+    faults = []
+    for c in compiled:
+        registers, shared, _ = budget_of(c.kernel, source)
+        if c.spills or c.registers > registers or c.shared > shared:
+            faults.append(f"{c.kernel} for {c.arch}: {c.registers} registers of {registers}, {c.shared} bytes shared of {shared}, "
+                          f"{c.spills} bytes of spills")
+    assert not faults, "\n".join(faults)
+
+
+def report_of(source):
+    path = REPORTS / f"{source.stem}.log"
+    if not path.exists():
+        pytest.skip("gen is built without nvcc")
+    return path.read_text()
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name)
+def test_budgets(source):
+    compiled = read_report(report_of(source))
+    assert {c.arch for c in compiled} >= {"sm_80", "sm_90"}
+    check(compiled, source)
+    names = {c.kernel.replace(" ", "") for c in compiled}
+    for pattern, *_ in budgets(source):
+        assert any(fnmatch.fnmatchcase(n, pattern.replace(" ", "")) for n in names), f"{source.name}: no kernel is {pattern}"
+
+
+# ---- what the instructions are
+
+def disassembler():
+    beside = [pathlib.Path(p) / "nvidia" / cuda / "bin" / "nvdisasm" for p in sys.path for cuda in ("cu13", "cuda_nvdisasm")]
+    found = shutil.which("nvdisasm") or next((str(p) for p in [pathlib.Path("/usr/local/cuda/bin/nvdisasm"), *beside] if p.exists()), None)
+    return found or pytest.skip("there is no nvdisasm (pip install nvidia-cuda-nvdisasm)")
+
+
+def loads_in_loops(cubin):
+    """For each kernel of a cubin, {bytes per lane: how many global loads} within loops: between a label and a later branch
+    back to it."""
+    text = subprocess.run([disassembler(), "-c", cubin], capture_output=True, text=True, check=True).stdout
+    kernels = {}
+    for name, body in re.findall(r"^\.text\.(\S+):\n(.*?)(?=^\t\.section|\Z)", text, re.M | re.S):
+        lines = body.splitlines()
+        labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L_x_\d+):", line))}
+        looped = set()
+        for i, line in enumerate(lines):
+            back = re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line)
+            if back and labels.get(back[1], i) < i:
+                looped.update(range(labels[back[1]], i))
+        sizes = {}
+        for i in looped:
+            if m := re.search(r"\b(LDG|LDGSTS)\.E\S*", lines[i]):
+                word = m[0]
+                size = next((n for key, n in ((".128", 16), (".64", 8), ("16", 2), ("8", 1)) if key in word.split(".E", 1)[1]), 4)
+                sizes[size] = sizes.get(size, 0) + 1
+        kernels[name] = sizes
+    names = plain_names(list(kernels))
+    return {names[k]: v for k, v in kernels.items()}
+
+
+def check_wide(cubin, source):
+    """Loops of kernels marked wide load mostly 16 bytes a lane."""
+    seen = 0
+    for kernel, sizes in loads_in_loops(cubin).items():
+        if budget_of(kernel, source)[2]:
+            wide, all_bytes = 16 * sizes.get(16, 0), sum(size * n for size, n in sizes.items())
+            assert wide > 0 and 2 * wide >= all_bytes, f"{kernel} in {cubin.name}: loads in loops by size {sizes}"
+            seen += 1
+    assert seen, f"{source.name}: no kernel is marked wide"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name)
+def test_wide_loads(source):
+    report_of(source)
+    cubins = sorted(REPORTS.glob(f"{source.stem}.*.cubin"))
+    assert cubins
+    for cubin in cubins:
+        check_wide(cubin, source)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name)
+def test_next_architecture(source, tmp_path):
+    """sm_100, for which ./gen only has PTX."""
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    if not nvcc:
+        pytest.skip("there is no nvcc")
+    cubin = tmp_path / f"{source.stem}.sm_100.cubin"
+    r = subprocess.run([nvcc, "-std=c++17", "-O3", "-fmad=false", "-arch=sm_100", "-Xptxas", "-v", "-I.", "-cubin", "-o", cubin, source],
+                       capture_output=True, text=True, cwd=ROOT)
+    assert r.returncode == 0, r.stderr
+    check(read_report(r.stderr), source)
+    check_wide(cubin, source)
