@@ -1,14 +1,14 @@
 /* cuda_tool MODEL [WORD=VALUE]... - the same steps on the CPU and on the CUDA backend: a prompt, single tokens, a few
- * tokens at once, a cut, two sequences together. Prints the largest difference of log-probabilities of each kind of step
- * and a hash of all logits that CUDA gave, as JSON.
+ * tokens at once, a cut, two sequences together. Prints the largest difference of log-probabilities of each kind of
+ * step and a hash of all logits that CUDA gave, as JSON.
  *
- *   k, v      types of the cache (f16)               layout   paged or contiguous (paged)    page   tokens of a page (32)
+ *   k, v      types of the cache (f16)               layout   paged or contiguous (paged)    page   its tokens (32)
  *   prompt    tokens of the prompt (70)              steps    single tokens (4)              seed   of the tokens (1)
  *   chunk     tokens of a prefill chunk (512)        window, sinks                           cpu    0: without the CPU
  *   oracle    the model that the CPU computes (MODEL itself): its weights in float, say
  *   hand      1: CUDA's sequences start with the blocks of the CPU's cache, so that codes are the same
  *   ctx       largest context (1024)
- *   depth     CUDA alone, a cache of so many tokens that holds zeros, then nothing but `steps` single tokens: to count */
+ *   depth     CUDA alone, a cache of so many tokens that holds zeros, then only `steps` single tokens: to count */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -117,7 +117,7 @@ static void prefill(struct sequence **s[BACKENDS], int n, bool hand)
         hand_over(open[CPU], open[CUDA]);
     }
     for (int i = first; i < BACKENDS; i++) must(sequence_sync(open[i], tokens, n, &reused, NULL, &e), &e);
-    if (hand && whole > 0 && reused != whole) must((snprintf(e.text, sizeof e.text, "blocks given to CUDA are not used"), false), &e);
+    must(!hand || whole == 0 || reused == whole || fail(&e, GEN_RUN, "blocks given to CUDA are not used"), &e);
     compare_at(PREFILL, open, n - 1);
     free(tokens);
 }
@@ -148,7 +148,7 @@ static void extend(void)
     for (int i = first; i < BACKENDS; i++) must(sequence_extend(a[i] = runs[i].a, tokens, EXTRA, &e), &e);
     for (int i = 0; i < EXTRA; i++) compare_at(EXTEND, a, n + i);
     for (int i = first; i < BACKENDS; i++)
-        if (sequence_cut(a[i], n + EXTRA - CUT) != n + EXTRA - CUT) must((snprintf(e.text, sizeof e.text, "cut"), false), &e);
+        must(sequence_cut(a[i], n + EXTRA - CUT) == n + EXTRA - CUT || fail(&e, GEN_RUN, "cut keeps less"), &e);
 }
 
 static enum kv_type type_of(const char *name)
@@ -196,7 +196,8 @@ int main(int argc, char **argv)
         struct gguf *file;
         char note[200];
         o.backend = i == CUDA ? BACKEND_CUDA : BACKEND_CPU;
-        must(gguf_open(&file, files[i], true, &e) && model_open(&m[i], file, &(struct model_options){ 0 }, note, &e), &e);
+        must(gguf_open(&file, files[i], true, &e) &&
+             model_open(&m[i], file, &(struct model_options){ 0 }, note, &e), &e);
         must(engine_open(&runs[i].g, m[i], &o, &e), &e);
         a[i] = &runs[i].a, b[i] = &runs[i].b;
     }

@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from conftest import BUILD, ROOT
+import cuda_counters
 from make_model import ARCHITECTURES, WEIGHT_TYPES, random_model
 
 FLOAT_BOUND, BOUND = 1e-4, 1e-3
@@ -153,3 +154,13 @@ def test_program(model):
     path = model(arch="qwen3")
     words = [gen, "-m", path, "-p", "hello", "--temp", "0", "-n", "12", "--ignore-eos", "-c", "256", "-ctk", "f32", "-ctv", "f32", "-q"]
     assert emulate(*words, "--backend", "cuda") == emulate(*words, "--backend", "cpu")
+
+
+@pytest.mark.parametrize("types, depth", [(["int8"], 512), pytest.param(TYPES, 4096, marks=pytest.mark.long)])
+def test_traffic_of_a_step(model, types, depth):
+    """A decode step reads weights and cache once, by whole sectors, in at most six launches a layer and some for the rest."""
+    path = model(weight="Q4_K", **cuda_counters.MODEL)
+    for r in cuda_counters.table(TOOL, path, depth, types):
+        assert r["launches"] <= 6 * cuda_counters.LAYERS + 6, r
+        assert r["weights"] <= 1.03 and r["cache"] <= 1.03, r
+        assert r["weight_sectors"] <= 1.001 and r["cache_sectors"] <= 1.001, r

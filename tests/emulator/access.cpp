@@ -129,7 +129,8 @@ static void access_shared(uintptr_t p, size_t bytes, bool write, bool atomic, co
         cell &c = cells[p + i - memory.shared];
         bool fresh = c.block != block_number;
         if (fresh) {
-            if (!write) die_at(pc, "a read of shared memory that nobody wrote (byte %zd of the dynamic part)", p + i - dynamic);
+            if (!write)
+                die_at(pc, "a read of shared memory that nobody wrote (byte %zd of the dynamic part)", p + i - dynamic);
             c = { block_number, 0, 0, 0, 0, (uint16_t)current->number, 0, cell::NOBODY, false, atomic };
         }
         if (c.pending) die_at(pc, "shared memory is touched before cp.async's wait");

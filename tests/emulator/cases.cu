@@ -423,7 +423,8 @@ __global__ void matrix_products(int *bad)
         return __half_as_ushort(__int2half_rn(x)) | (uint32_t)__half_as_ushort(__int2half_rn(y)) << 16;
     };
     auto pair_bf = [](int x, int y) {
-        return __bfloat16_as_ushort(__nv_bfloat16((float)x)) | (uint32_t)__bfloat16_as_ushort(__nv_bfloat16((float)y)) << 16;
+        return __bfloat16_as_ushort(__nv_bfloat16((float)x)) |
+               (uint32_t)__bfloat16_as_ushort(__nv_bfloat16((float)y)) << 16;
     };
     uint32_t fa[4], fb[2];
     float d[4] = { 1, 2, 3, 4 }, e[4] = { 1, 2, 3, 4 };

@@ -38,7 +38,8 @@ static std::vector<float> opened(const matrix &x, size_t rows, size_t columns)
     if (x.ld < down) die("cuBLAS: a leading dimension of %zu for %zu rows", x.ld, down);
     check_device(x.p, (x.ld * (across - 1) + down) * bytes_of(x.type), "a matrix of cuBLAS");
     for (size_t i = 0; i < rows; i++)
-        for (size_t j = 0; j < columns; j++) r[i * columns + j] = get(x.p, x.trans ? i * x.ld + j : j * x.ld + i, x.type);
+        for (size_t j = 0; j < columns; j++)
+            r[i * columns + j] = get(x.p, x.trans ? i * x.ld + j : j * x.ld + i, x.type);
     return r;
 }
 

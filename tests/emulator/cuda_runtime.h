@@ -2,12 +2,13 @@
  * as they are and a processor runs them. See emulator.h for what is checked.
  *
  * What the sources may use is what is declared here and in the other headers of this directory. In short:
- *   - threads and blocks in up to three dimensions, warps of 32; __syncthreads and its kin, __syncwarp, shuffles, votes,
- *     __reduce_*_sync; a thread that has ended must not be waited for;
- *   - static __shared__ arrays inside kernels; dynamic shared memory by one declaration at namespace scope, always this:
+ *   - threads and blocks in up to three dimensions, warps of 32; __syncthreads and its kin, __syncwarp, shuffles,
+ *     votes, __reduce_*_sync; a thread that has ended must not be waited for;
+ *   - static __shared__ arrays inside kernels; dynamic shared memory by this declaration at namespace scope:
  *         extern __shared__ unsigned char smem[];
  *   - global memory through plain pointers; a copy of a uint4 is one 128-bit access. __ldg, __ldcs, ... are accepted;
- *   - atomics on 32 and 64 bits; cp.async by the calls of cuda_pipeline.h; mma and ldmatrix by the twins of mma_twins.h;
+ *   - atomics on 32 and 64 bits; cp.async by the calls of cuda_pipeline.h; mma and ldmatrix by the twins in
+ *     mma_twins.h;
  *   - launches by cudaLaunchKernelEx, with programmatic dependent launch;
  *   - streams, events, graphs by stream capture, pinned and mapped host memory.
  * __CUDACC__ and __CUDA_ARCH__ are not defined. */

@@ -4,9 +4,9 @@
  * each has reached a barrier or a warp's rendezvous. Which thread, and which block, comes next is drawn from a seed, so
  * that what must not depend on the order gives other results when it does.
  *
- * g++ compiles the sources with -fsanitize=thread,alignment,bounds, whose run-time library is not linked: the calls that
- * it puts before each access to memory come here (access.cpp), and so do the reports of the other two. The program ends
- * with a message that names kernel, block, thread and place in the source on
+ * g++ compiles the sources with -fsanitize=thread,alignment,bounds, whose run-time library is not linked: the calls
+ * that it puts before each access to memory come here (access.cpp), and so do the reports of the other two. The program
+ * ends with a message that names kernel, block, thread and place in the source on
  *   - an access outside of an allocation, to freed memory, to the host's memory, to another thread's stack, a
  *     misaligned one, an index outside of an array;
  *   - shared memory read before it was written, and a race: two accesses by different threads, one of them a write,

@@ -11,12 +11,18 @@ void emulator_mma_s8(int32_t d[4], const uint32_t a[4], const uint32_t b[2], emu
 /* ldmatrix.sync.aligned.m8n8.xN[.trans].shared.b16: lane i gives the address of row i % 8 of matrix i / 8. */
 void emulator_ldmatrix(uint32_t *r, int n, bool trans, const void *row, emulator::place at);
 
-static inline void mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2], HERE) { emulator_mma_f16(d, a, b, at); }
+static inline void mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2], HERE)
+{
+    emulator_mma_f16(d, a, b, at);
+}
 static inline void mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2], HERE)
 {
     emulator_mma_bf16(d, a, b, at);
 }
-static inline void mma_s8(int32_t d[4], const uint32_t a[4], const uint32_t b[2], HERE) { emulator_mma_s8(d, a, b, at); }
+static inline void mma_s8(int32_t d[4], const uint32_t a[4], const uint32_t b[2], HERE)
+{
+    emulator_mma_s8(d, a, b, at);
+}
 static inline void ldmatrix_x4(uint32_t r[4], const void *row, HERE) { emulator_ldmatrix(r, 4, false, row, at); }
 static inline void ldmatrix_x4_trans(uint32_t r[4], const void *row, HERE) { emulator_ldmatrix(r, 4, true, row, at); }
 static inline void ldmatrix_x2(uint32_t r[2], const void *row, HERE) { emulator_ldmatrix(r, 2, false, row, at); }

@@ -1,6 +1,6 @@
 /* runtime_api.h - the part of CUDA's runtime that the sources use, as the toolkit declares it. Wrong use (bad pointers,
- * calls that a capture forbids) ends the program with a message; errors that a good program meets (no memory, no device)
- * are returned. */
+ * calls that a capture forbids) ends the program with a message; errors that a good program meets (no memory, no
+ * device) are returned. */
 #ifndef EMULATOR_RUNTIME_API_H
 #define EMULATOR_RUNTIME_API_H
 
@@ -22,7 +22,9 @@ enum { cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped 
 enum {
     cudaHostRegisterDefault = 0, cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2, cudaHostRegisterReadOnly = 8
 };
-enum { cudaDeviceScheduleAuto = 0, cudaDeviceScheduleSpin = 1, cudaDeviceScheduleBlockingSync = 4, cudaDeviceMapHost = 8 };
+enum {
+    cudaDeviceScheduleAuto = 0, cudaDeviceScheduleSpin = 1, cudaDeviceScheduleBlockingSync = 4, cudaDeviceMapHost = 8
+};
 enum cudaStreamCaptureMode {
     cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed
 };

@@ -55,7 +55,8 @@ static symbols read_symbols()
     }
     munmap((void *)file, (size_t)st.st_size);
     add_shared(r, variables);
-    dl_iterate_phdr([](dl_phdr_info *info, size_t, void *to) { return *(uintptr_t *)to = info->dlpi_addr, 1; }, &r.load);
+    dl_iterate_phdr([](dl_phdr_info *info, size_t, void *to) { return *(uintptr_t *)to = info->dlpi_addr, 1; },
+                    &r.load);
     return r;
 }
 
