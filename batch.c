@@ -528,7 +528,8 @@ static void give_up_youngest(struct scheduler *b)
     struct task *t = b->slots[--b->n_slots];
     double length = (double)sequence_length(t->sequence);
     double bytes = length * (double)b->status->kv.bytes_per_token;
-    t->parked = b->o.context->options->kv_offload && t->joined && length * row_seconds(&b->cost) > 2 * bytes / FILE_RATE;
+    t->parked = b->o.context->options->kv_offload && t->joined
+             && length * row_seconds(&b->cost) > 2 * bytes / FILE_RATE;
     if (t->parked) {
         sequence_park(t->sequence);
     } else {
@@ -592,7 +593,8 @@ static bool admit(struct scheduler *b, struct error *e)
     return true;
 }
 
-/* Rows that the sequence is behind its tokens; a task whose pages are being read sits out one step, if there are others. */
+/* Rows that the sequence is behind its tokens; a task whose pages are being read sits out one step if there are
+ * others. */
 static int64_t owed(const struct scheduler *b, const struct task *t)
 {
     bool waits = !t->joined || (t->fetched && b->n_slots > 1);
@@ -602,7 +604,8 @@ static int64_t owed(const struct scheduler *b, const struct task *t)
 static void add_work(struct scheduler *b, struct task *t, int rows)
 {
     const int32_t *tokens = t->tokens.data + sequence_length(t->sequence);
-    b->work[b->n_work] = (struct work){ t->sequence, tokens, rows, rows == (int64_t)t->tokens.len - sequence_length(t->sequence) };
+    bool last = rows == (int64_t)t->tokens.len - sequence_length(t->sequence);
+    b->work[b->n_work] = (struct work){ t->sequence, tokens, rows, last };
     b->owner[b->n_work++] = t;
 }
 
@@ -818,8 +821,8 @@ bool batch_describe(struct bytes *out, const struct batch_status *s, bool json, 
         if (left >= 0) ok = ok && bytes_printf(out, ", %lld:%02d left", (long long)left / 60, (int)left % 60);
     } else {
         ok = ok && bytes_printf(out, ": prompts %lld tokens, %lld of them computed; generated %lld tokens in %.1f s; "
-                                "longest gap %.1f ms, median step %.1f ms; %d pages at most, %.1f MB shared, %.0f %% of "
-                                "their places unused", (long long)s->prompt_tokens, (long long)s->prefilled,
+                                "longest gap %.1f ms, median step %.1f ms; %d pages at most, %.1f MB shared, %.0f %% "
+                                "of their places unused", (long long)s->prompt_tokens, (long long)s->prefilled,
                                 (long long)s->generated, s->seconds, s->longest_gap * 1e3, s->median_step * 1e3,
                                 s->most_pages, (double)s->shared / 1e6, s->waste * 100);
         if (s->given_up) ok = ok && bytes_printf(out, "; %lld times a sequence gave its pages up, %lld rows computed "

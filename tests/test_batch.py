@@ -128,6 +128,19 @@ def test_shared_beginnings(gen, model, types, args):
         assert got[i]["response"] == alone(gen, model, lines[i], *kv), lines[i]
 
 
+@pytest.mark.parametrize("args", [[], ["-ctk", "int8", "-ctv", "int4"], ["--window", "700"], ["-np", "20"],
+                                  ["-ctk", "f32", "-ctv", "fp8", "--page-size", "512"]], ids=" ".join)
+def test_long_beginnings(gen, model, args):
+    """Rows that share whole splits of 256 tokens look at them together, beside rows of prompts and of other texts."""
+    lines = [{"prompt": (TEXT * 5)[:600 + 7 * i % 5 * 60] + str(i), "predict": 5 + 3 * i, "temp": 0, "ignore-eos": True}
+             for i in range(12)]
+    lines[5]["prompt"] = "another text" + lines[5]["prompt"]
+    got = batch(gen, model, lines, "-np", "7", *args)
+    each = batch(gen, model, lines, *args, "-np", "1", "--no-share")
+    assert [a["response"] for a in got] == [a["response"] for a in each]
+    assert got[5]["response"] == alone(gen, model, lines[5], *[a for a in args if a not in ("-np", "20")])
+
+
 def test_beginnings_are_computed_once(gen, model):
     lines = [{"prompt": TEXT + TEXT + f"{i}", "predict": 2, "temp": 0} for i in range(12)]
     r = gen("-m", model, "--batch", "-", "-np", "6", "--progress", "json", stdin=jsonl(lines))
@@ -139,7 +152,7 @@ def test_beginnings_are_computed_once(gen, model):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_more_work_than_memory(gen, model, tmp_path, offload):
-    """Caches that need 10 times the memory there is: the youngest sequences give their pages up and get the same bits."""
+    """Caches that need 10 times the memory: the youngest sequences give their pages up, and get the same bits."""
     lines = [{**line, "custom_id": i, "predict": 200} for i, line in enumerate(mixed_lines(40))]
     args = ["-c", "384", "-s", "1", "-np", "20"]
     whole = batch(gen, model, lines, *args)
@@ -544,8 +557,8 @@ def test_process_that_dies(gen, model, files, mpirun):
     lines, out = files
     whole = run_to(gen, model, lines, out, "-s", "4", rc=1)
     out.unlink()
-    run = subprocess.Popen([*mpirun(3), "-q", "-m", model, "-s", "4", "-t", "1", "--data-parallel", "--batch", "-", "-o",
-                            out], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    args = ["-q", "-m", model, "-s", "4", "-t", "1", "--data-parallel", "--batch", "-", "-o", out]
+    run = subprocess.Popen([*mpirun(3), *args], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     run.stdin.write(lines.read_bytes())
     run.stdin.flush()                  # and stays open, so that the run does not end by itself
     deadline = time.monotonic() + 60
