@@ -4,7 +4,7 @@
  * shared memory, 16 bytes a lane, while it works on the one before. For the scores a lane holds the word of a few
  * neighbouring tokens of every N-th channel and adds up their products with all queries of the group; folding the lanes
  * of one word onto each other leaves one token's score in each lane. For the values a lane owns a few channels and adds
- * up all tokens. So keys and values are read once for all query heads of a KV head, and never unpacked but in registers.
+ * up all tokens. So keys and values are read once for all query heads of a KV head, and only unpacked in registers.
  *
  * Which of its 32 tokens a query sees is a range of token numbers; what a tile is made of (raw or sealed, and of which
  * type) is the same for a whole warp, so one kernel serves every pair of types.
@@ -13,10 +13,10 @@
  *
  *     kernel              registers  static shared
  *     decode<1, *>        128        256
- *     decode<2, *>        128        256
+ *     decode<2, *>        144        256
  *     decode<4, *>        168        256
  *     decode<8, *>        255        256
- *     decode<16, *>       255        256
+ *     decode<16, *>       255        256       (<16, 256> spills 208 bytes)
  *     prefill<*>          255        1024
  *     append, seal        64         0
  */
@@ -27,7 +27,7 @@ extern __shared__ unsigned char smem[];
 
 enum { DECODE_WARPS = 4, PREFILL_WARPS = 8, PREFILL_EACH = PREFILL_QUERIES / PREFILL_WARPS, STAGES = 2 };
 
-/* ---- where tiles are ---------------------------------------------------------------------------------------------- */
+/* ---- where tiles are --------------------------------------------------------------------------------------------- */
 
 /* Keys of `block` (32 tokens), KV head `head`; the values lie at values_of(). */
 static __device__ inline unsigned char *keys_at(const kv_store &s, int layer, int head, int32_t page, int block)
@@ -74,7 +74,8 @@ static __device__ inline blocks blocks_of(const kv_sequence &s, int pos, int las
 static __device__ inline int block_number(const blocks &b, int i) { return i < b.sinks ? i : b.first + i - b.sinks; }
 
 /* Starts to copy a tile's keys and values into the stage, by `n` threads of which this is number `thread`. */
-static __device__ inline void fetch(const attention &a, int head, int pos, int block, int32_t page, unsigned char *stage,
+static __device__ inline void fetch(const attention &a, int head, int pos, int block, int32_t page,
+                                    unsigned char *stage,
                                     int k_room, int thread, int n)
 {
     const kv_store &s = is_raw(a, pos, block) ? a.raw : a.main;
@@ -93,7 +94,7 @@ static __host__ __device__ inline int v_room(const attention &a)
     return a.raw.base && a.raw.v_tile > a.main.v_tile ? a.raw.v_tile : a.main.v_tile;
 }
 
-/* ---- codes -------------------------------------------------------------------------------------------------------- */
+/* ---- codes ------------------------------------------------------------------------------------------------------- */
 
 /* A word of codes as floats, without their scale: N neighbouring tokens of a channel (keys), or N channels of a token
  * (values; of int4 the last four are those of the token 16 further on). */
@@ -160,7 +161,7 @@ template <int N> static __device__ inline void load_floats(const float *p, float
         }
 }
 
-/* ---- scores ------------------------------------------------------------------------------------------------------- */
+/* ---- scores ------------------------------------------------------------------------------------------------------ */
 
 /* s[g] = query g times the key of one token, whose number is returned. q: [head_k][q_stride], query g in column g. */
 template <int T, int G>
@@ -231,7 +232,7 @@ static __device__ inline int scores(kv_type type, const unsigned char *tile, int
     }
 }
 
-/* ---- values ------------------------------------------------------------------------------------------------------- */
+/* ---- values ------------------------------------------------------------------------------------------------------ */
 
 /* A lane's channels: HV / 32 of them in pieces of EACH neighbours, piece j from channel j * 128 + lane * EACH on. */
 template <int HV> struct channels { enum { EACH = HV < 128 ? HV / WARP : 4, PIECES = HV / WARP / EACH }; };
@@ -303,7 +304,8 @@ static __device__ inline void add_values(const unsigned char *tile, int head_v, 
 }
 
 template <int G, int HV>
-static __device__ inline void values(kv_type type, const unsigned char *tile, int head_v, const float *p, int t0, int t1,
+static __device__ inline void values(kv_type type, const unsigned char *tile, int head_v, const float *p, int t0,
+                                     int t1,
                                      float o[G][HV / WARP])
 {
     switch (type) {
@@ -316,7 +318,7 @@ static __device__ inline void values(kv_type type, const unsigned char *tile, in
     }
 }
 
-/* ---- one tile, one warp ------------------------------------------------------------------------------------------- */
+/* ---- one tile, one warp ------------------------------------------------------------------------------------------ */
 
 /* Online softmax of G queries. l is this lane's part of the sum. */
 template <int G, int HV> struct state { float m[G], l[G], o[G][HV / WARP]; };
@@ -365,7 +367,7 @@ static __device__ inline void step(const attention &a, const kv_store &types, co
     __syncwarp();
 }
 
-/* ---- a head's vector ----------------------------------------------------------------------------------------------- */
+/* ---- a head's vector --------------------------------------------------------------------------------------------- */
 
 /* x -> H x / sqrt(size) in blocks of the largest power of two that divides n, by one warp. */
 static __device__ void turn_basis(float *x, int n)
@@ -386,7 +388,8 @@ static __device__ void turn_basis(float *x, int n)
 }
 
 /* x[n] = a query's or key's channels made ready by one warp: bias, norm, RoPE, scale, the cache's basis. */
-static __device__ void ready(const attention &a, float *x, int n, const float *src, const float *bias, const float *norm,
+static __device__ void ready(const attention &a, float *x, int n, const float *src, const float *bias,
+                             const float *norm,
                              const float *cs, const float *sn, float scale, bool turn)
 {
     int lane = threadIdx.x % WARP, half = cs ? a.n_rot / 2 : 0;
@@ -426,7 +429,7 @@ static __device__ void ready_query(const attention &a, int r, int h, bool sinks,
     __syncwarp();
 }
 
-/* ---- rows into the cache -------------------------------------------------------------------------------------------- */
+/* ---- rows into the cache ----------------------------------------------------------------------------------------- */
 
 static __device__ inline void put(unsigned char *tile, kv_type type, int at, float x)
 {
@@ -462,7 +465,7 @@ static __device__ void append_value(const attention &a, int r, int head, float *
     for (int d = threadIdx.x % WARP; d < a.head_v; d += WARP) put(tile, to.type_v, t * a.head_v + d, x[d]);
 }
 
-/* ---- sealing: the same codes, bit for bit, as layer.inc makes -------------------------------------------------------- */
+/* ---- sealing: the same codes, bit for bit, as layer.inc makes ---------------------------------------------------- */
 
 /* Scale (its byte) of least squared error for int4 codes of n channels, each minus its mean. */
 static __device__ int scale_int4(const uint16_t *raw, int step, const uint16_t *means, int n)
@@ -525,7 +528,8 @@ static __device__ void seal_tile(const uint16_t *raw, unsigned char *tile, kv_ty
             scales[b * KV_BLOCK + t + 16] = (uint8_t)high;
             for (int d = 0; d < end - d0; d++) {
                 float m = mean ? half_to_float(mean[d]) : 0;
-                int p = code_int4(half_to_float(x[d * step_d]) - m, a), q = code_int4(half_to_float(y[d * step_d]) - m, c);
+                int p = code_int4(half_to_float(x[d * step_d]) - m, a);
+                int q = code_int4(half_to_float(y[d * step_d]) - m, c);
                 codes[t * step_t + (d0 + d) * (keys ? 16 : 1)] = (uint8_t)((p & 15) | (q & 15) << 4);
             }
             continue;
@@ -582,7 +586,7 @@ static __global__ void __launch_bounds__(128) seal_kernel(const __grid_constant_
     if (completes(a, blockIdx.y)) seal_row(a, blockIdx.y, blockIdx.x, blockIdx.z == 0, blockIdx.z == 1);
 }
 
-/* ---- decode: the keys of a row split over blocks ---------------------------------------------------------------------- */
+/* ---- decode: the keys of a row split over blocks ----------------------------------------------------------------- */
 
 /* Weight of a part whose maximum is m when joined under `top`. */
 static __device__ inline float weight(float m, float top) { return m == top ? 1 : __expf(m - top); }
@@ -636,7 +640,8 @@ decode_kernel(const __grid_constant__ attention a)
     __shared__ bool final;
     int group = a.n_head / a.n_kv, parts = attention_parts(group), each = (group + parts - 1) / parts;
     int head = blockIdx.y / parts, g0 = blockIdx.y % parts * each, n_g = group - g0 < each ? group - g0 : each;
-    int r = blockIdx.z, split = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    int r = blockIdx.z, split = blockIdx.x;
+    int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     int h0 = head * group + g0;
     wait_for_previous();
     const kv_row row = a.rows[r];
@@ -670,7 +675,8 @@ decode_kernel(const __grid_constant__ attention a)
         if (sinks && to > seen.sinks) to = seen.sinks;
         if (!sinks && from < seen.sinks) from = seen.sinks;
         if (from >= to) continue;
-        kv_range range = sinks ? kv_sink_range(row.pos, s.sinks, s.window) : kv_window_range(row.pos, s.sinks, s.window);
+        kv_range range = sinks ? kv_sink_range(row.pos, s.sinks, s.window)
+                               : kv_window_range(row.pos, s.sinks, s.window);
         __syncthreads();
         for (int g = warp; g < n_g; g += warps) ready_query(a, r, h0 + g, sinks, x, q, G, g);
         if (threadIdx.x < G) first[threadIdx.x] = (int)range.first, last[threadIdx.x] = (int)range.last;
@@ -686,7 +692,8 @@ decode_kernel(const __grid_constant__ attention a)
         for (; i < to; i += warps, stage ^= 1) {
             int next = i + warps, block = block_number(seen, i);
             if (next < to)
-                fetch(a, head, row.pos, block_number(seen, next), page, mine + (stage ^ 1) * stage_bytes, k_room(a), lane,
+                fetch(a, head, row.pos, block_number(seen, next), page, mine + (stage ^ 1) * stage_bytes, k_room(a),
+                      lane,
                       WARP);
             __pipeline_commit();
             if (next + warps < to) page = page_of(a, s, row.pos, block_number(seen, next + warps));
@@ -748,7 +755,7 @@ decode_kernel(const __grid_constant__ attention a)
     }
 }
 
-/* ---- prefill: runs of rows against all that they see --------------------------------------------------------------------- */
+/* ---- prefill: runs of rows against all that they see ------------------------------------------------------------- */
 
 static __host__ __device__ inline int prefill_floats(const attention &a)
 {
@@ -794,14 +801,16 @@ static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(co
         for (int ahead = 0; ahead < n_stages - 1; ahead++) {
             int block = block_number(seen, from + ahead);
             if (from + ahead < to)
-                fetch(a, head, row.pos, block, page_of(a, s, row.pos, block), stages, k_room(a), threadIdx.x, blockDim.x);
+                fetch(a, head, row.pos, block, page_of(a, s, row.pos, block), stages, k_room(a), threadIdx.x,
+                      blockDim.x);
             __pipeline_commit();
         }
         for (int i = from, stage = 0; i < to; i++) {
             int next = i + n_stages - 1, block = block_number(seen, i), put = n_stages == 2 ? stage ^ 1 : 0;
             if (next < to) {
                 int b = block_number(seen, next);
-                fetch(a, head, row.pos, b, page_of(a, s, row.pos, b), stages + put * stage_bytes, k_room(a), threadIdx.x,
+                fetch(a, head, row.pos, b, page_of(a, s, row.pos, b), stages + put * stage_bytes, k_room(a),
+                      threadIdx.x,
                       blockDim.x);
             }
             __pipeline_commit();
@@ -835,7 +844,7 @@ static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(co
     }
 }
 
-/* ---- launches --------------------------------------------------------------------------------------------------------- */
+/* ---- launches ---------------------------------------------------------------------------------------------------- */
 
 const char *attention_refuses(int head_k, int head_v, int group)
 {
@@ -848,9 +857,11 @@ const char *attention_refuses(int head_k, int head_v, int group)
 template <int G> static attention_launch decode_of(const attention *a, int n_rows, size_t shared_limit)
 {
     int group = a->n_head / a->n_kv, warps = DECODE_WARPS + 1;
-    attention_launch l = { "attention decode", NULL, dim3(a->n_splits, a->n_kv * attention_parts(group), n_rows), dim3(0),
+    attention_launch l = { "attention decode", NULL, dim3(a->n_splits, a->n_kv * attention_parts(group), n_rows),
+        dim3(0),
                            0 };
-    l.kernel = a->head_v <= 64 ? decode_kernel<G, 64> : a->head_v <= 128 ? decode_kernel<G, 128> : decode_kernel<G, 256>;
+    l.kernel = a->head_v <= 64 ? decode_kernel<G, 64>
+             : a->head_v <= 128 ? decode_kernel<G, 128> : decode_kernel<G, 256>;
     do {                               /* large heads of wide types leave room for fewer warps */
         warps--;
         size_t stages = (size_t)warps * STAGES * (k_room(*a) + v_room(*a));

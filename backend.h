@@ -34,8 +34,8 @@ struct backend {
     bool (*forward)(struct backend *b, const struct batch *batch, struct error *e);
     /* Logits of the i-th row of the last batch that wanted them: [n_vocab] floats, valid until the next forward. */
     const float *(*logits)(struct backend *b, int i);
-    /* The token of its largest logit (the lowest id among equals), where that is cheaper than reading them all; -1 where
-     * there is a NaN. NULL = this backend has only logits. */
+    /* The token of its largest logit (the lowest id among equals), where that is cheaper than reading them all; -1
+     * where there is a NaN. NULL = this backend has only logits. */
     int32_t (*best)(struct backend *b, int i);
     void (*close)(struct backend *b);
     const char *isa;                   /* instruction set in use */

@@ -1,11 +1,12 @@
 /* cuda.cu - the CUDA backend: weights on the device, and the forward pass as kernels of one stream.
  *
- * A step of up to FEW rows multiplies matrices by kernels of its own, five launches a layer: query-key-value, attention,
- * attention output, gate and up, down. Each product makes its input ready itself: the residual sum, the norm and the
- * activations' int8 blocks (those of the CPU backend) are computed by every block of threads for itself, which costs
- * less than a launch. More rows are multiplied by cuBLAS, tile by tile of a weight matrix in f16 (F32 and BF16 weights
- * and what they meet: f32). A step in which each row is of another sequence and wants logits is recorded once as a graph
- * for its number of rows; what changes from step to step lies in device memory.
+ * A step of up to FEW rows multiplies matrices by kernels of its own, five launches a layer: query-key-value,
+ * attention, attention output, gate and up, down (a layer whose query, key and value matrices are of two types: six).
+ * Each product makes its input ready itself: the residual sum, the norm and the activations' int8 blocks (those of the
+ * CPU backend) are computed by every block of threads for itself, which costs less than a launch. More rows are
+ * multiplied by cuBLAS, tile by tile of a weight matrix in f16 (F32 and BF16 weights and what they meet: f32). A step
+ * in which each row is of another sequence and wants logits is recorded once as a graph for its number of rows; what
+ * changes from step to step lies in device memory.
  *
  * Budgets, checked by tests/test_cuda_static.py: registers a thread, shared memory set statically.
  *
@@ -44,7 +45,7 @@ enum {
     BEST_BLOCKS = 32                   /* blocks that look for a row's largest logit */
 };
 
-/* ---- weights: bit planes of blocks of 32 columns ------------------------------------------------------------------------
+/* ---- weights: bit planes of blocks of 32 columns -------------------------------------------------------------------
  *
  * Of a block's 32 codes the low four bits (eight in Q8_0, two in Q2_K and Q3_K) are in plane `a`, what is left in `h`:
  *
@@ -53,8 +54,9 @@ enum {
  *     h   1 bit: 4 bytes, bit 8k + j is that of code 4j + k      2 bits: 8 bytes, as two bits of a
  *     s   what scales the block: 16 bits (Q4_1, Q5_1: 32)        d   one or two f16 for 8 blocks (types of 256 weights)
  *
- * so that four neighbouring codes come out of a word by one shift and one mask. Lane l of a warp takes blocks l, l + 32,
- * ...: every load of a warp is one piece of memory. Float weights: rows as they are, padded to a multiple of 8. */
+ * so that four neighbouring codes come out of a word by one shift and one mask. Lane l of a warp takes blocks l,
+ * l + 32, ...: every load of a warp is one piece of memory. Float weights: rows as they are, padded to a multiple of
+ * 32. */
 struct weight {
     enum tensor_type type;
     int rows, cols;
@@ -64,7 +66,10 @@ struct weight {
 
 static __host__ __device__ inline bool is_float(enum tensor_type t) { return t == T_F32 || t == T_F16 || t == T_BF16; }
 /* Bits of a code in planes a (8: a and b) and h. */
-static __host__ __device__ constexpr int low_bits(int t) { return t == T_Q8_0 ? 8 : t == T_Q2_K || t == T_Q3_K ? 2 : 4; }
+static __host__ __device__ constexpr int low_bits(int t)
+{
+    return t == T_Q8_0 ? 8 : t == T_Q2_K || t == T_Q3_K ? 2 : 4;
+}
 static __host__ __device__ constexpr int high_bits(int t)
 {
     return t == T_Q5_0 || t == T_Q5_1 || t == T_Q5_K || t == T_Q3_K ? 1 : t == T_Q6_K ? 2 : 0;
@@ -193,11 +198,14 @@ static __device__ inline float float_weight(const weight &w, size_t at)
     return w.type == T_F16 ? half_to_float(h) : bf16_to_float(h);
 }
 
-/* ---- repacking, on the device ------------------------------------------------------------------------------------------- */
+/* ---- repacking, on the device ------------------------------------------------------------------------------------ */
 
 static __device__ inline int nibble(const uint8_t *qs, int i) { return qs[i % 16] >> i / 16 * 4 & 15; }
 static __device__ inline int fifth(const uint8_t *qh, int i) { return (qh[i / 8] >> i % 8 & 1) << 4; }
-static __device__ inline int two_bits(const uint8_t *qs, int i) { return qs[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3; }
+static __device__ inline int two_bits(const uint8_t *qs, int i)
+{
+    return qs[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+}
 static __device__ inline uint32_t two_bytes(const uint8_t *p) { return p[0] | p[1] << 8; }
 
 /* Code i of block b of a row as it stands in the file, unsigned (quant.h draws the layouts). */
@@ -244,7 +252,10 @@ static __device__ void file_scales(enum tensor_type type, const uint8_t *row, in
     case T_Q8_0: *s = two_bytes(row + b * 34); break;
     case T_Q4_1: row += b * 20; *s = two_bytes(row) | two_bytes(row + 2) << 16; break;
     case T_Q5_1: row += b * 24; *s = two_bytes(row) | two_bytes(row + 2) << 16; break;
-    case T_Q2_K: row += b / 8 * 84; *s = two_bytes(row + 2 * g), *d = two_bytes(row + 80) | two_bytes(row + 82) << 16; break;
+    case T_Q2_K:
+        row += b / 8 * 84;
+        *s = two_bytes(row + 2 * g), *d = two_bytes(row + 80) | two_bytes(row + 82) << 16;
+        break;
     case T_Q3_K:
         row += b / 8 * 110;
         *s = (uint32_t)(q3_scale(row + 96, 2 * g) & 255) | (uint32_t)(q3_scale(row + 96, 2 * g + 1) & 255) << 8;
@@ -316,8 +327,10 @@ static __global__ void dequantise_kernel(weight w, int row0, int n, uint16_t *ou
     for (int k = 0; k < 4; k++) {
         uint32_t v[4];
         UNROLL
-        for (int j = 0; j < 4; j++)
-            v[j] = float_to_half(weight_of(b, 8 * k + 2 * j)) | (uint32_t)float_to_half(weight_of(b, 8 * k + 2 * j + 1)) << 16;
+        for (int j = 0; j < 4; j++) {
+            uint32_t low = float_to_half(weight_of(b, 8 * k + 2 * j));
+            v[j] = low | (uint32_t)float_to_half(weight_of(b, 8 * k + 2 * j + 1)) << 16;
+        }
         to[k] = make_uint4(v[0], v[1], v[2], v[3]);
     }
 }
@@ -331,7 +344,7 @@ static __global__ void widen_kernel(const uint16_t *in, size_t n, float *out)
     if (i < n) out[i] = bf16_to_float(in[i]);
 }
 
-/* ---- a row's start: embedding and angles ----------------------------------------------------------------------------------- */
+/* ---- a row's start: embedding and angles ------------------------------------------------------------------------- */
 
 struct start {
     weight embd;
@@ -381,7 +394,7 @@ static __global__ void __launch_bounds__(128) start_kernel(start s)
     }
 }
 
-/* ---- a product's input ---------------------------------------------------------------------------------------------------- */
+/* ---- a product's input ------------------------------------------------------------------------------------------- */
 
 /* The residual stream's next state and its norm: x' = x + (y + bias), of which the sum in brackets is normalised first
  * where there is a post norm; out = norm(x'). */
@@ -451,11 +464,12 @@ static __device__ void quantise(const float *x, int nb, const acts &out)
         if (b >= nb) continue;
         uint32_t word = (q0 & 255) | (q1 & 255) << 8 | (q2 & 255) << 16 | (uint32_t)q3 << 24;
         (j < 4 ? out.low : out.high)[b * 4 + j % 4] = word;
-        if (j == 0) out.ds[b] = make_uint2(bad ? 0x7fc00000u : __float_as_uint(d), (sum & 0xffff) | (uint32_t)other << 16);
+        uint32_t sums = (sum & 0xffff) | (uint32_t)other << 16;
+        if (j == 0) out.ds[b] = make_uint2(bad ? 0x7fc00000u : __float_as_uint(d), sums);
     }
 }
 
-/* ---- products of few rows ---------------------------------------------------------------------------------------------------- */
+/* ---- products of few rows ---------------------------------------------------------------------------------------- */
 
 enum epilogue { STORE, GLU, HEAD };
 
@@ -596,7 +610,8 @@ product_kernel(const __grid_constant__ product p)
         if (!floating) quantise(buf, nb, row);
     }
     __syncthreads();
-    for (int pair = blockIdx.x * PRODUCT_WARPS + threadIdx.x / WARP; pair < p.pairs; pair += gridDim.x * PRODUCT_WARPS) {
+    for (int pair = blockIdx.x * PRODUCT_WARPS + threadIdx.x / WARP; pair < p.pairs;
+         pair += gridDim.x * PRODUCT_WARPS) {
         bool glu = p.epilogue == GLU;
         int m = 0, i0 = pair;
         while (!glu && i0 >= (p.w[m].rows + 1) / 2) i0 -= (p.w[m++].rows + 1) / 2;
@@ -636,7 +651,7 @@ static __global__ void glu_kernel(float *gate, const float *up, size_t n, enum a
     if (i < n) gate[i] = activate(gate[i], up[i], act);
 }
 
-/* ---- inputs of cuBLAS, row by row ----------------------------------------------------------------------------------------------- */
+/* ---- inputs of cuBLAS, row by row -------------------------------------------------------------------------------- */
 
 struct prepare {
     residual in;                       /* the residual's norm; or, where in.norm is NULL: */
@@ -693,7 +708,7 @@ static __global__ void head_kernel(float *y, int n, const float *bias, float cap
     y[(size_t)blockIdx.y * n + i] = v;
 }
 
-/* ---- the largest logit ----------------------------------------------------------------------------------------------------------- */
+/* ---- the largest logit ------------------------------------------------------------------------------------------- */
 
 struct best { float value; int32_t id; };
 
@@ -747,11 +762,13 @@ static __global__ void __launch_bounds__(256) best_kernel(const float *logits, i
     if (threadIdx.x == 0) out[blockIdx.y] = of.id, arrived[blockIdx.y] = 0;
 }
 
-/* ---- cuBLAS: loaded when it is needed, so that the program starts where it is not installed -------------------------------------- */
+/* ---- cuBLAS: loaded when it is needed, so that the program starts where it is not installed ---------------------- */
 
 /* One of the overloads of the header. */
-typedef cublasStatus_t (*gemm_function)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int, int, int, const void *,
-                                        const void *, cudaDataType_t, int, const void *, cudaDataType_t, int, const void *,
+typedef cublasStatus_t (*gemm_function)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int, int, int,
+                                        const void *,
+                                        const void *, cudaDataType_t, int, const void *, cudaDataType_t, int,
+                                            const void *,
                                         void *, cudaDataType_t, int, cublasComputeType_t, cublasGemmAlgo_t);
 
 struct blas {
@@ -770,8 +787,8 @@ static bool blas_open(struct blas *b, cudaStream_t stream, struct error *e)
     snprintf(name, sizeof name, "libcublas.so.%d", CUBLAS_VER_MAJOR);
     b->library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     if (!b->library)
-        return fail(e, GEN_MODEL, "cuBLAS cannot be loaded (%s): put its folder into LD_LIBRARY_PATH, or use --backend cpu",
-                    dlerror());
+        return fail(e, GEN_MODEL, "cuBLAS cannot be loaded (%s): put its folder into LD_LIBRARY_PATH, or use "
+                    "--backend cpu", dlerror());
     b->create = (decltype(b->create))dlsym(b->library, "cublasCreate_v2");
     b->destroy = (decltype(b->destroy))dlsym(b->library, "cublasDestroy_v2");
     b->set_stream = (decltype(b->set_stream))dlsym(b->library, "cublasSetStream_v2");
@@ -794,7 +811,7 @@ static void blas_close(struct blas *b)
 #endif
 }
 
-/* ---- the backend -------------------------------------------------------------------------------------------------------------------- */
+/* ---- the backend ------------------------------------------------------------------------------------------------- */
 
 struct device_layer {
     weight qkv[3], o, gate, up, down;
@@ -899,14 +916,16 @@ template <class T> static bool scratch(struct gpu *c, T **out, size_t n)
     return *out && remember(c, *out);
 }
 
-/* ---- launches ---- */
+/* ---- launches ---------------------------------------------------------------------------------------------------- */
 
 template <class... P, class... A>
-static void launch(struct gpu *c, const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, A... args)
+static void launch(struct gpu *c, const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared,
+                   A... args)
 {
     if (c->e->code) return;
-    if (shared > 48 << 10 && !check(c, cudaFuncSetAttribute((const void *)kernel,
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared), "cudaFuncSetAttribute", name))
+    cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (shared > 48 << 10 &&
+        !check(c, cudaFuncSetAttribute((const void *)kernel, most, (int)shared), "cudaFuncSetAttribute", name))
         return;
     cudaLaunchConfig_t config = {};
     cudaLaunchAttribute attribute;
@@ -975,7 +994,8 @@ static void multiply_alike(struct gpu *c, const char *name, product p)
     if (blocks > c->resident) blocks = c->resident;
     for (int r0 = 0; r0 < p.n; r0 += fits) {
         int n = p.n - r0 < fits ? p.n - r0 : fits, nx = n == 1 ? 1 : n <= 4 ? 4 : 8;
-        launch(c, name, product_of_type(p.w[0].type, nx), dim3(blocks), dim3(PRODUCT_WARPS * WARP), product_shared(p, nx),
+        launch(c, name, product_of_type(p.w[0].type, nx), dim3(blocks), dim3(PRODUCT_WARPS * WARP), product_shared(p,
+                                                                                                                   nx),
                part_of(p, r0, n));
     }
 }
@@ -999,7 +1019,7 @@ static void multiply(struct gpu *c, const char *name, product p)
     }
 }
 
-/* ---- products of many rows ---- */
+/* ---- products of many rows --------------------------------------------------------------------------------------- */
 
 /* y[n][ld] = x times w; x: [n][x_ld] as floats or as halves, whichever the weights need. */
 static void gemm(struct gpu *c, const weight &w, int n, int x_ld, float *y, int ld)
@@ -1014,11 +1034,14 @@ static void gemm(struct gpu *c, const weight &w, int n, int x_ld, float *y, int 
         dim3 grid((unsigned)((count + 127) / 128));
         const void *tile = direct ? (const void *)w.a : c->tile;
         if (w.type == T_BF16)
-            launch(c, "widen", widen_kernel, grid, dim3(128), 0, (const uint16_t *)w.a + (size_t)r0 * w.nb, count, c->tile);
-        else if (!direct) launch(c, "dequantise", dequantise_kernel, grid, dim3(128), 0, w, r0, rows, (uint16_t *)c->tile);
+            launch(c, "widen", widen_kernel, grid, dim3(128), 0, (const uint16_t *)w.a + (size_t)r0 * w.nb, count,
+                   c->tile);
+        else if (!direct)
+            launch(c, "dequantise", dequantise_kernel, grid, dim3(128), 0, w, r0, rows, (uint16_t *)c->tile);
         cudaDataType_t type = full ? CUDA_R_32F : CUDA_R_16F;
         cublasStatus_t r = c->blas.gemm(c->blas.handle, CUBLAS_OP_T, CUBLAS_OP_N, rows, n, k, &one, tile, type, k,
-                                        full ? (const void *)c->full : c->half, type, x_ld, &zero, y + r0, CUDA_R_32F, ld,
+                                        full ? (const void *)c->full : c->half, type, x_ld, &zero, y + r0, CUDA_R_32F,
+                                            ld,
                                         CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
         if (r != CUBLAS_STATUS_SUCCESS && !c->e->code)
             fail(c->e, GEN_RUN, "cuBLAS: cublasGemmEx of %d x %d x %d failed with status %d", rows, n, k, (int)r);
@@ -1045,7 +1068,7 @@ static void many(struct gpu *c, const weight *w, int n_w, const prepare &p, int 
     for (int i = 0; i < n_w; y += w[i++].rows) gemm(c, w[i], n, padded(p.n), y, ld);
 }
 
-/* ---- the forward pass ---- */
+/* ---- the forward pass -------------------------------------------------------------------------------------------- */
 
 static int qkv_width(const struct model *m) { return m->n_head * m->head_k + m->n_kv * (m->head_k + m->head_v); }
 
@@ -1069,14 +1092,7 @@ static attention attention_of(const struct gpu *c, const device_layer &l, int n,
     a.sequence_stride = KV_GROUPS;
     a.out = c->att;
     a.append = alone && attention_parts(m->n_head / m->n_kv) == 1;
-    a.n_splits = 1;
-    if (alone) {
-        int columns = m->n_kv * attention_parts(m->n_head / m->n_kv) * n;
-        int64_t most = (c->max_seen / KV_BLOCK + 8) / 4;
-        a.n_splits = 2 * c->device.multiProcessorCount / columns;
-        if (a.n_splits > most) a.n_splits = (int)most;
-        if (a.n_splits < 1) a.n_splits = 1;
-    }
+    a.n_splits = attention_splits(m->n_kv, m->n_head / m->n_kv, n, c->device.multiProcessorCount, c->max_seen);
     a.part = c->part;
     a.arrived = c->arrived;
     a.runs = c->dev.runs;
@@ -1132,7 +1148,8 @@ static const float *few_rows(struct gpu *c, int n, int n_runs, bool alone)
         p.act = m->act;
         p.w[0] = l.qkv[0], p.w[1] = l.qkv[1], p.w[2] = l.qkv[2];
         p.n_w = 3;
-        p.in = residual_of(c, now, i ? c->proj : NULL, NULL, i ? c->layers[i - 1].ffn_post_norm : NULL, l.attn_norm, other);
+        p.in = residual_of(c, now, i ? c->proj : NULL, NULL, i ? c->layers[i - 1].ffn_post_norm : NULL, l.attn_norm,
+                           other);
         p.y = c->qkv, p.ld = qkv_width(m);
         multiply(c, "query, key and value", p);
         attend(c, l, n, n_runs, alone);
@@ -1210,7 +1227,8 @@ static void head(struct gpu *c, const float *x, int n_wanted, bool all, bool sca
         p.gather = gather;
         many(c, &c->out, 1, p, n_wanted, c->logits, m->n_vocab);
         if (c->out_bias || m->logit_cap > 0)
-            launch(c, "output", head_kernel, dim3((m->n_vocab + 255) / 256, n_wanted), dim3(256), 0, c->logits, m->n_vocab,
+            launch(c, "output", head_kernel, dim3((m->n_vocab + 255) / 256, n_wanted), dim3(256), 0, c->logits,
+                   m->n_vocab,
                    (const float *)c->out_bias, m->logit_cap);
     }
     launch(c, "best", best_kernel, dim3(BEST_BLOCKS, n_wanted), dim3(256), 0, (const float *)c->logits, m->n_vocab,
@@ -1244,7 +1262,7 @@ static void enqueue(struct gpu *c, int n, int n_runs, int n_wanted, bool alone)
     if (n_wanted) head(c, x, n_wanted, n_wanted == n, n > FEW);
 }
 
-/* ---- page tables ---- */
+/* ---- page tables ------------------------------------------------------------------------------------------------- */
 
 /* The pools' places are known when the first batch comes. */
 static bool open_tables(struct gpu *c, const struct batch *batch)
@@ -1266,7 +1284,8 @@ static bool open_tables(struct gpu *c, const struct batch *batch)
                 int64_t seen = kind ? 2 * KV_BLOCK : c->max_seen;
                 t->ring = (int)((seen + c->max_rows) / shape->page_size) + 4;
                 if (!scratch(c, &t->device, t->low + t->ring)) return false;
-                if (!check(c, cudaMallocHost((void **)&t->shadow, sizeof *t->shadow * (t->low + t->ring)), "cudaMallocHost",
+                if (!check(c, cudaMallocHost((void **)&t->shadow, sizeof *t->shadow * (t->low + t->ring)),
+                           "cudaMallocHost",
                            "a page table"))
                     return false;
                 for (int k = 0; k < t->low + t->ring; k++) t->shadow[k] = -1;
@@ -1288,7 +1307,8 @@ static void upload_table(struct gpu *c, table *t, const int32_t *pages, int firs
         if (at > high) high = at;
     }
     if (high >= low)
-        check(c, cudaMemcpyAsync(t->device + low, t->shadow + low, sizeof(int32_t) * (high - low + 1), cudaMemcpyHostToDevice,
+        check(c, cudaMemcpyAsync(t->device + low, t->shadow + low, sizeof(int32_t) * (high - low + 1),
+                                 cudaMemcpyHostToDevice,
                                  c->stream), "cudaMemcpy", "a page table");
 }
 
@@ -1303,7 +1323,8 @@ static void put_sequence(struct gpu *c, const struct batch *batch, int row, int 
         *s = { t[0].device, t[1].device, t[0].low, t[0].ring, t[1].ring, v->sinks, v->window };
         if (c->stores[g][0].base) {
             int page = v->main.shape->page_size;
-            upload_table(c, &t[0], v->main.pages, (int)kv_window_range(pos, v->sinks, v->window).first / page, last / page);
+            upload_table(c, &t[0], v->main.pages, (int)kv_window_range(pos, v->sinks, v->window).first / page,
+                         last / page);
         }
         if (c->stores[g][1].base) upload_table(c, &t[1], v->raw.pages, pos / KV_BLOCK, last / KV_BLOCK);
     }
@@ -1339,7 +1360,8 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     bool recorded = alone && wanted == n && n <= FEW;
     if (recorded && !c->graphs[n] && !failed.code) {
         cudaGraph_t graph = NULL;
-        check(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture", "a step");
+        check(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture",
+              "a step");
         enqueue(c, n, n_runs, wanted, alone);
         check(c, cudaStreamEndCapture(c->stream, &graph), "cudaStreamEndCapture", "a step");
         if (!failed.code) check(c, cudaGraphInstantiate(&c->graphs[n], graph, 0), "cudaGraphInstantiate", "a step");
@@ -1374,7 +1396,7 @@ static int32_t best_token(struct backend *b, int i)
     return i >= 0 && i < c->n_logits ? c->host_ids[i] : -1;
 }
 
-/* ---- memory of the page pools ---- */
+/* ---- memory of the page pools ------------------------------------------------------------------------------------ */
 
 static struct gpu *of_pool(struct kv_device *d) { return (struct gpu *)((char *)d - offsetof(struct gpu, pool)); }
 
@@ -1382,7 +1404,8 @@ static unsigned char *pool_open(struct kv_device *d, size_t bytes, struct error 
 {
     struct gpu *c = of_pool(d);
     c->e = e;
-    void *p = device_alloc(c, bytes, "cache", "the KV cache would", "lower --ctx-size or choose smaller -ctk and -ctv types");
+    void *p = device_alloc(c, bytes, "cache", "the KV cache would",
+                           "lower --ctx-size or choose smaller -ctk and -ctv types");
     c->e = NULL;
     return (unsigned char *)p;
 }
@@ -1401,7 +1424,7 @@ static void pool_copy(struct kv_device *d, void *dst, const void *src, size_t by
     cudaStreamSynchronize(c->stream);
 }
 
-/* ---- opening ---- */
+/* ---- opening ----------------------------------------------------------------------------------------------------- */
 
 static void cuda_close(struct backend *b)
 {
@@ -1429,7 +1452,8 @@ static bool put_vector(struct gpu *c, const float *host, size_t n, float **out)
     *out = (float *)device_alloc(c, n * sizeof *host, "weights", "the weights would", "use --backend cpu");
     c->weight_bytes += n * sizeof *host;
     return *out && remember(c, *out) &&
-           check(c, cudaMemcpyAsync(*out, host, n * sizeof *host, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy", "a vector") &&
+           check(c, cudaMemcpyAsync(*out, host, n * sizeof *host, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy",
+                 "a vector") &&
            check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "a vector");
 }
 
@@ -1440,7 +1464,8 @@ static bool load_vector(struct gpu *c, const struct gguf_tensor *t, float **out,
     if (!t) return true;
     size_t n = kv ? (size_t)c->m->n_kv * size : t->ne[0];
     float *host = (float *)alloc_zeroed(n, sizeof *host, "a weight vector", c->e);
-    bool ok = host && (kv ? model_read_kv_bias(c->m, t, host, c->e) : gguf_read(c->m->file, t, 0, host, t->size, c->e)) &&
+    bool ok = host && (kv ? model_read_kv_bias(c->m, t, host, c->e) : gguf_read(c->m->file, t, 0, host, t->size,
+                                                                                c->e)) &&
               put_vector(c, host, n, out);
     free(host);
     return ok;
@@ -1478,7 +1503,8 @@ static bool load_matrix(struct gpu *c, struct staging *s, const struct matrix *m
     unsigned char *base = (unsigned char *)device_alloc(c, at, "weights", "the weights would", "use --backend cpu");
     if (!base || !remember(c, base)) return false;
     c->weight_bytes += at;
-    w->a = base + planes[0], w->b = base + planes[1], w->h = base + planes[2], w->s = base + planes[3], w->d = base + planes[4];
+    w->a = base + planes[0], w->b = base + planes[1], w->h = base + planes[2];
+    w->s = base + planes[3], w->d = base + planes[4];
     int step = (int)(STAGING_BYTES / row);
     for (int r0 = 0; r0 < w->rows; r0 += step) {
         int n = w->rows - r0 < step ? w->rows - r0 : step, k = s->next;
@@ -1490,7 +1516,8 @@ static bool load_matrix(struct gpu *c, struct staging *s, const struct matrix *m
             return false;
         launch(c, "repack", repack_kernel, dim3((unsigned)((count + 127) / 128)), dim3(128), 0, *w,
                (const uint8_t *)s->device[k], r0, n, row);
-        if (c->e->code || !check(c, cudaEventRecord(s->done[k], c->stream), "cudaEventRecord", "the weights")) return false;
+        if (c->e->code || !check(c, cudaEventRecord(s->done[k], c->stream), "cudaEventRecord",
+                                 "the weights")) return false;
         s->next ^= 1;
         s->loaded += (double)bytes;
         if (s->progress) s->progress(s->loaded / s->total);
@@ -1578,8 +1605,10 @@ static bool open_buffers(struct gpu *c)
               scratch(c, &c->best_ids, LOGIT_ROWS) && scratch(c, &c->full_scale, rows);
     for (int g = 0; g < KV_GROUPS && ok; g++) {
         const struct rope *p = g == KV_LOCAL ? &m->rope_local : &m->rope_global;
-        ok = scratch(c, &c->cs[g], rows * half) && scratch(c, &c->sn[g], rows * half) && scratch(c, &c->freq[g], half) &&
-             check(c, cudaMemcpyAsync(c->freq[g], p->freq, sizeof(double) * (p->n / 2), cudaMemcpyHostToDevice, c->stream),
+        ok = scratch(c, &c->cs[g], rows * half) && scratch(c, &c->sn[g], rows * half) && scratch(c, &c->freq[g],
+                                                                                                 half) &&
+             check(c, cudaMemcpyAsync(c->freq[g], p->freq, sizeof(double) * (p->n / 2), cudaMemcpyHostToDevice,
+                                      c->stream),
                    "cudaMemcpy", "RoPE frequencies");
     }
     if (ok && c->max_rows > FEW) {     /* cuBLAS is used */
@@ -1613,14 +1642,15 @@ static bool find_device(cudaDeviceProp *device, struct error *e)
     if (r == cudaErrorInsufficientDriver) {
         cudaDriverGetVersion(&driver);
         if (driver == 0) return fail(e, GEN_MODEL, "there is no CUDA driver: use --backend cpu");
-        return fail(e, GEN_MODEL, "the CUDA driver is too old (%d.%d, but gen needs %d.%d): update it or use --backend cpu",
-                    driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+        return fail(e, GEN_MODEL, "the CUDA driver is too old (%d.%d, but gen needs %d.%d): update it or use "
+                    "--backend cpu", driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
+                        CUDART_VERSION % 1000 / 10);
     }
     if (r == cudaSuccess) r = cudaGetDeviceProperties(device, 0);
     if (r != cudaSuccess) return fail(e, GEN_MODEL, "CUDA cannot be used: %s", cudaGetErrorString(r));
     if (device->major < 8)
-        return fail(e, GEN_MODEL, "the CUDA device %s has compute capability %d.%d, but 8.0 is needed: use --backend cpu",
-                    device->name, device->major, device->minor);
+        return fail(e, GEN_MODEL, "the CUDA device %s has compute capability %d.%d, but 8.0 is needed: use "
+                    "--backend cpu", device->name, device->major, device->minor);
     return true;
 }
 
@@ -1628,7 +1658,9 @@ static bool open_parts(struct gpu *c, const struct backend_options *o)
 {
     const struct model *m = c->m;
     const char *odd = attention_refuses(m->head_k, m->head_v, m->n_head / m->n_kv);
-    if (odd) return fail(c->e, GEN_MODEL, "%s: the CUDA backend does not take %s: use --backend cpu", gguf_path(m->file), odd);
+    if (odd)
+        return fail(c->e, GEN_MODEL, "%s: the CUDA backend does not take %s: use --backend cpu", gguf_path(m->file),
+                    odd);
     if (!find_device(&c->device, c->e)) return false;
     c->max_rows = o->max_rows;
     c->max_sequences = o->max_sequences;
@@ -1637,7 +1669,8 @@ static bool open_parts(struct gpu *c, const struct backend_options *o)
     c->shared_limit = (int)c->device.sharedMemPerBlockOptin;
     c->resident = 2 * c->device.multiProcessorCount;
     c->layers = (device_layer *)alloc_zeroed(m->n_layer, sizeof *c->layers, "the layers", c->e);
-    if (!c->layers || !check(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "cudaStreamCreate", "the stream"))
+    if (!c->layers ||
+        !check(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "cudaStreamCreate", "the stream"))
         return false;
     if (c->max_rows > FEW && !blas_open(&c->blas, c->stream, c->e)) return false;
     if (!load_weights(c, o->progress) || !open_buffers(c)) return false;

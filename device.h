@@ -81,7 +81,7 @@ template <> __device__ inline uint4 stream_load(const uint4 *p)
 }
 #endif
 
-/* ---- the grid before and after this one (sm_90 and later) --------------------------------------------------------- */
+/* ---- the grid before and after this one (sm_90 and later) -------------------------------------------------------- */
 
 #if !defined __CUDA_ARCH__ || __CUDA_ARCH__ >= 900
 /* Waits until what the kernels before this one wrote can be read. */
@@ -93,7 +93,7 @@ __device__ inline void wait_for_previous() { }
 __device__ inline void let_next_start() { }
 #endif
 
-/* ---- sums over a warp and a block --------------------------------------------------------------------------------- */
+/* ---- sums over a warp and a block -------------------------------------------------------------------------------- */
 
 __device__ inline float warp_sum(float x)
 {

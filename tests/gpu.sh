@@ -1,0 +1,59 @@
+#!/bin/sh
+# gpu.sh [--emulated] - the CUDA backend on a machine with a GPU, in under five minutes: builds it, makes random models,
+# compares with the CPU backend, runs compute-sanitizer, then times attention, prefill and decode. One table on stdout,
+# everything as JSON in build/gpu/result.json; exit 1 on any wrong number. Needs the CUDA toolkit, gcc, Python and NumPy;
+# PyTorch, where it is there, is timed beside.
+# --emulated rehearses it without a GPU, with the emulator and small sizes; its times say nothing.
+set -eu
+cd "$(dirname "$0")/.."
+B=build/gpu
+EMULATED=
+[ "${1:-}" = --emulated ] && EMULATED=yes
+mkdir -p $B
+CFLAGS="-std=gnu11 -O2 -ffp-contract=off -pthread -Itests/gpu -I."
+CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")")}
+
+echo "Building into $B" >&2
+SOURCES='base gguf quant model kernels kernels_generic cpu threads engine ranks comm kvcache kvcache_index kvcache_tier'
+OBJECTS=
+compile() { # NAME FLAGS...
+    name=$1; shift
+    gcc $CFLAGS "$@" -c $name.c -o $B/"$(basename $name)".o
+    OBJECTS="$OBJECTS $B/$(basename $name).o"
+}
+for s in $SOURCES; do compile $s; done
+compile kernels_avx2 -O3 -mavx2 -mfma -mf16c
+compile kernels_avxvnni -O3 -mavx2 -mfma -mf16c -mavxvnni
+compile kernels_avx512 -O3 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512
+gcc $CFLAGS tests/gpu_model.c quant.c -o $B/gpu_model -lm
+gcc $CFLAGS -c tests/cuda_tool.c -o $B/cuda_tool.o
+if [ -n "$EMULATED" ]; then
+    CXXFLAGS='-std=gnu++17 -g -ffp-contract=off -pthread -fno-extern-tls-init -Itests/emulator -I.'
+    CHECKED="$(make -s -f - <<'MAKE'
+include Makefile
+show-checked: ; @echo '$(CHECKED)'
+.DEFAULT_GOAL := show-checked
+MAKE
+)"
+    for s in attention cuda tests/gpu_time; do
+        g++ -x c++ $CXXFLAGS $CHECKED -c $s.cu -o $B/"$(basename $s)".cu.o &
+    done
+    for s in tests/emulator/*.cpp; do
+        g++ $CXXFLAGS -O2 -c $s -o $B/"$(basename $s .cpp)".emulator.o
+        OBJECTS="$OBJECTS $B/$(basename $s .cpp).emulator.o"
+    done
+    wait
+    LIBS='-lstdc++ -lm -pthread'
+else
+    ARCH=${CUDA_ARCH:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)}
+    for s in attention cuda tests/gpu_time; do
+        "$CUDA_HOME"/bin/nvcc -std=c++17 -O3 -fmad=false -Xcompiler -O2,-ffp-contract=off -Itests/gpu -I. \
+            -gencode arch=compute_$ARCH,code=sm_$ARCH -c $s.cu -o $B/"$(basename $s)".cu.o &
+    done
+    wait
+    LIBS="-L$CUDA_HOME/lib64 -Xlinker -rpath -Xlinker $CUDA_HOME/lib64 -lcudart_static -lstdc++ -lm -ldl -lrt -pthread"
+fi
+gcc -o $B/cuda_tool $B/cuda_tool.o $B/attention.cu.o $B/cuda.cu.o $OBJECTS $LIBS
+gcc -o $B/gpu_time $B/gpu_time.cu.o $B/attention.cu.o $B/cuda.cu.o $OBJECTS $LIBS
+
+EMULATED=$EMULATED B=$B CUDA_HOME=$CUDA_HOME python3 tests/gpu.py
