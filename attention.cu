@@ -16,7 +16,7 @@
  *     decode<2, *>        144        256
  *     decode<4, *>        168        256
  *     decode<8, *>        255        256
- *     decode<16, *>       255        256       (<16, 256> spills 208 bytes)
+ *     decode<16, *>       255        256
  *     prefill<*>          255        1024
  *     append, seal        64         0
  */
@@ -638,7 +638,7 @@ decode_kernel(const __grid_constant__ attention a)
 {
     __shared__ int first[G], last[G];
     __shared__ bool final;
-    int group = a.n_head / a.n_kv, parts = attention_parts(group), each = (group + parts - 1) / parts;
+    int group = a.n_head / a.n_kv, parts = attention_parts(group, a.head_v), each = (group + parts - 1) / parts;
     int head = blockIdx.y / parts, g0 = blockIdx.y % parts * each, n_g = group - g0 < each ? group - g0 : each;
     int r = blockIdx.z, split = blockIdx.x;
     int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -856,12 +856,11 @@ const char *attention_refuses(int head_k, int head_v, int group)
 
 template <int G> static attention_launch decode_of(const attention *a, int n_rows, size_t shared_limit)
 {
-    int group = a->n_head / a->n_kv, warps = DECODE_WARPS + 1;
-    attention_launch l = { "attention decode", NULL, dim3(a->n_splits, a->n_kv * attention_parts(group), n_rows),
-        dim3(0),
-                           0 };
+    int parts = attention_parts(a->n_head / a->n_kv, a->head_v), warps = DECODE_WARPS + 1;
+    attention_launch l = { "attention decode", NULL, dim3(a->n_splits, a->n_kv * parts, n_rows), dim3(0), 0 };
     l.kernel = a->head_v <= 64 ? decode_kernel<G, 64>
-             : a->head_v <= 128 ? decode_kernel<G, 128> : decode_kernel<G, 256>;
+             : a->head_v <= 128 ? decode_kernel<G, 128>
+             : decode_kernel<G < ATTENTION_WIDE ? G : (int)ATTENTION_WIDE, 256>;
     do {                               /* large heads of wide types leave room for fewer warps */
         warps--;
         size_t stages = (size_t)warps * STAGES * (k_room(*a) + v_room(*a));
@@ -874,7 +873,7 @@ template <int G> static attention_launch decode_of(const attention *a, int n_row
 
 struct attention_launch attention_decode(const struct attention *a, int n_rows, size_t shared_limit)
 {
-    int group = a->n_head / a->n_kv, parts = attention_parts(group), each = (group + parts - 1) / parts;
+    int group = a->n_head / a->n_kv, parts = attention_parts(group, a->head_v), each = (group + parts - 1) / parts;
     return each == 1 ? decode_of<1>(a, n_rows, shared_limit) : each == 2 ? decode_of<2>(a, n_rows, shared_limit)
          : each <= 4 ? decode_of<4>(a, n_rows, shared_limit) : each <= 8 ? decode_of<8>(a, n_rows, shared_limit)
          : decode_of<16>(a, n_rows, shared_limit);

@@ -57,16 +57,22 @@ struct attention {
 
 enum {
     ATTENTION_GROUP = 16,              /* query heads of a KV head that a block serves; of more each takes a part */
+    ATTENTION_WIDE = 8,                /* the same for value heads of more than 128: what registers hold */
     PREFILL_QUERIES = 64               /* rows of a run times query heads of a KV head, at most */
 };
 
 /* Blocks that share a KV head's query heads. */
-KV_INLINE int attention_parts(int group) { return (group + ATTENTION_GROUP - 1) / ATTENTION_GROUP; }
-
-/* Splits of a row's keys with which `rows` rows fill the multiprocessors twice; most: tokens that a row sees. */
-static inline int attention_splits(int n_kv, int group, int rows, int processors, int64_t most)
+KV_INLINE int attention_parts(int group, int head_v)
 {
-    int64_t n = 2 * processors / (n_kv * attention_parts(group) * rows), tiles = (most / KV_BLOCK + 8) / 4;
+    int most = head_v > 128 ? ATTENTION_WIDE : ATTENTION_GROUP;
+    return (group + most - 1) / most;
+}
+
+/* Splits of a row's keys with which `columns` (rows, KV heads and their parts) fill the multiprocessors twice; most:
+ * tokens that a row sees. */
+static inline int attention_splits(int columns, int processors, int64_t most)
+{
+    int64_t n = 2 * processors / columns, tiles = (most / KV_BLOCK + 8) / 4;
     n = n < tiles ? n : tiles;
     return n < 1 ? 1 : (int)n;
 }

@@ -1091,8 +1091,9 @@ static attention attention_of(const struct gpu *c, const device_layer &l, int n,
     a.sequences = c->dev.sequences + l.group;
     a.sequence_stride = KV_GROUPS;
     a.out = c->att;
-    a.append = alone && attention_parts(m->n_head / m->n_kv) == 1;
-    a.n_splits = attention_splits(m->n_kv, m->n_head / m->n_kv, n, c->device.multiProcessorCount, c->max_seen);
+    int parts = attention_parts(m->n_head / m->n_kv, m->head_v);
+    a.append = alone && parts == 1;
+    a.n_splits = attention_splits(m->n_kv * parts * n, c->device.multiProcessorCount, c->max_seen);
     a.part = c->part;
     a.arrived = c->arrived;
     a.runs = c->dev.runs;
@@ -1591,7 +1592,7 @@ static bool open_buffers(struct gpu *c)
     const struct model *m = c->m;
     size_t rows = c->max_rows, half = m->rope_global.n / 2 + 1;
     int att = m->n_head * m->head_v, wide = padded(largest(largest(m->n_embd, att), m->n_ff));
-    int group_parts = attention_parts(m->n_head / m->n_kv);
+    int group_parts = attention_parts(m->n_head / m->n_kv, m->head_v);
     size_t widest_row = (size_t)padded(largest(wide, m->n_embd)) * sizeof(float);
     size_t splits = 2 * c->device.multiProcessorCount / (m->n_kv * group_parts) + (size_t)c->max_sequences + 1;
     bool ok = scratch(c, &c->x[0], rows * m->n_embd) && scratch(c, &c->x[1], rows * m->n_embd) &&

@@ -130,9 +130,9 @@ static int attention_time(kv_type k, kv_type v, int depth, int heads, int n_kv, 
     float *out = device<float>((size_t)heads * size, 0);
     a.out = out;
     a.append = true;
-    a.n_splits = attention_splits(n_kv, heads / n_kv, 1, gpu.multiProcessorCount, depth);
+    a.n_splits = attention_splits(n_kv * attention_parts(heads / n_kv, size), gpu.multiProcessorCount, depth);
     a.part = device<float>((size_t)heads * a.n_splits * (size + 2), 0);
-    a.arrived = device<unsigned>(n_kv * attention_parts(heads / n_kv), 0);
+    a.arrived = device<unsigned>(n_kv * attention_parts(heads / n_kv, size), 0);
     kv_sequence *all = on_device(sequences, copies);
     attention_launch l = attention_decode(&a, 1, gpu.sharedMemPerBlockOptin);
     must(cudaFuncSetAttribute((const void *)l.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)l.shared),
