@@ -22,6 +22,7 @@ struct test {
     int64_t depth;
     int parallel;                      /* sequences */
     double median, best, deviation;    /* tokens per second, all sequences together */
+    double cached;                     /* the median with a cache, where this one is measured without */
 };
 
 /* What a forward pass takes at least, whatever the program. */
@@ -36,6 +37,7 @@ struct token_work {
 
 struct run {
     const struct bench_options *o;
+    bool quadratic;                    /* decode is measured with a cache, then without */
     struct engine *g;
     struct sequence *first;            /* kept from test to test: a depth that is there already is not computed again */
     struct sequence *more[MOST_PARALLEL - 1];      /* the other ones of a test with several */
@@ -73,19 +75,26 @@ static bool list_tests(struct run *r, struct error *e)
     const struct bench_options *o = r->o;
     struct list prefill, decode, depth, parallel;
     bool none = !o->prefill && !o->decode;
-    if (!read_list("-pp", o->prefill ? o->prefill : none ? "512" : "0", 0, INT_MAX / 2, &prefill, e) ||
-        !read_list("-tg", o->decode ? o->decode : none ? "128" : "0", 0, INT_MAX / 2, &decode, e) ||
-        !read_list("--depth", o->depth ? o->depth : "0", 0, INT_MAX / 2, &depth, e) ||
+    if (r->quadratic && o->prefill)
+        return fail(e, GEN_USAGE, "-pp measures nothing with --no-kv-cache, which changes only how an answer is "
+                                  "computed");
+    const char *pp = o->prefill ? o->prefill : none && !r->quadratic ? "512" : "0";
+    const char *tg = o->decode ? o->decode : !none ? "0" : r->quadratic ? "4" : "128";
+    const char *depths = o->depth ? o->depth : r->quadratic ? "128,256,512,1024" : "0";
+    if (!read_list("-pp", pp, 0, INT_MAX / 2, &prefill, e) || !read_list("-tg", tg, 0, INT_MAX / 2, &decode, e) ||
+        !read_list("--depth", depths, 0, INT_MAX / 2, &depth, e) ||
         !read_list("-np", o->parallel ? o->parallel : "1", 1, MOST_PARALLEL, &parallel, e))
         return false;
     r->tests = alloc_zeroed((size_t)LIST * LIST * (LIST + 1), sizeof *r->tests, "the list of tests", e);
     if (!r->tests) return false;
     for (int d = 0; d < depth.n; d++) {
         for (int i = 0; i < prefill.n; i++)
-            if (prefill.at[i]) r->tests[r->n_tests++] = (struct test){ false, prefill.at[i], depth.at[d], 1, 0, 0, 0 };
+            if (prefill.at[i])
+                r->tests[r->n_tests++] = (struct test){ .n = prefill.at[i], .depth = depth.at[d], .parallel = 1 };
         for (int i = 0; i < decode.n; i++)
             for (int k = 0; k < parallel.n && decode.at[i]; k++)
-                r->tests[r->n_tests++] = (struct test){ true, decode.at[i], depth.at[d], (int)parallel.at[k], 0, 0, 0 };
+                r->tests[r->n_tests++] = (struct test){ .decode = true, .n = decode.at[i], .depth = depth.at[d],
+                                                        .parallel = (int)parallel.at[k] };
     }
     return r->n_tests || fail(e, GEN_USAGE, "there is nothing to measure: -pp and -tg are both 0");
 }
@@ -100,6 +109,25 @@ static bool enough_memory(const struct model *m, const struct engine_options *eo
         || fail(e, GEN_RUN, "%d sequences of %lld tokens need %zu bytes for their cache, but %llu are available: lower "
                             "--depth, -pp, -tg or -np", eo->max_sequences, (long long)eo->ctx, need.bytes_reserved,
                 (unsigned long long)available);
+}
+
+/* The sequences beside the first give their part of the cache back. */
+static void close_more(struct run *r)
+{
+    for (; r->n_more; r->n_more--) sequence_close(r->more[r->n_more - 1]);
+}
+
+static void close_engine(struct run *r)
+{
+    close_more(r);
+    sequence_close(r->first);
+    engine_close(r->g);
+    probe_close(r->probe);
+    free(r->tokens);
+    r->first = NULL;
+    r->g = NULL;
+    r->probe = NULL;
+    r->tokens = NULL;
 }
 
 /* The engine for all tests, its first sequence, and the text. */
@@ -197,12 +225,6 @@ static bool fill_all(struct run *r, const struct test *t, struct error *e)
     return ok;
 }
 
-/* The sequences beside the first give their part of the cache back. */
-static void close_more(struct run *r)
-{
-    for (; r->n_more; r->n_more--) sequence_close(r->more[r->n_more - 1]);
-}
-
 static bool decode(struct run *r, const struct test *t, int64_t n, struct error *e)
 {
     struct sequence *all[MOST_PARALLEL];
@@ -276,6 +298,9 @@ static bool print_json(struct bytes *out, const struct run *r, struct error *e)
             "bytes_per_token", bytes, "gb_per_s", bytes * t->median / 1e9,
             "bandwidth_fraction", bytes * t->median / r->limits.bytes,
             "gmac_per_s", products * t->median / 1e9, "int8_fraction", products * t->median / r->limits.multiply_adds));
+        if (r->quadratic)
+            json_object_set_new(json_array_get(array, json_array_size(array) - 1), "cached_tokens_per_s",
+                                json_real(t->cached));
     }
     bool whole = (int)json_array_size(array) == r->n_tests;
     if (!whole) json_decref(array);
@@ -300,21 +325,43 @@ static bool print_table(struct bytes *out, const struct run *r, struct error *e)
     return ok || fail(e, GEN_RUN, "cannot allocate memory for the result");
 }
 
+/* Time per token against the length of the text: flat with a cache, growing without. */
+static bool print_growth(struct bytes *out, const struct run *r, struct error *e)
+{
+    const struct backend *b = engine_backend(r->g);
+    bool ok = bytes_printf(out, "%s %s, %d thread%s; milliseconds for each of the next tokens, median of %d runs\n\n"
+                                "%6s %6s %12s %14s %8s\n", b->name, b->isa, b->threads, b->threads == 1 ? "" : "s",
+                           r->o->reps, "depth", "tokens", "with cache", "without", "ratio");
+    for (const struct test *t = r->tests; t < r->tests + r->n_tests && ok; t++)
+        ok = bytes_printf(out, "%6lld %6lld %12.2f %14.2f %8.1f\n", (long long)t->depth, (long long)t->n,
+                          1e3 / t->cached, 1e3 / t->median, t->cached / t->median);
+    return ok || fail(e, GEN_RUN, "cannot allocate memory for the result");
+}
+
+static bool measure(struct run *r, const struct model *m, struct engine_options eo, struct error *e)
+{
+    return open_engine(r, m, eo, e)
+        && probe_open(&r->probe, engine_backend(r->g)->isa, engine_backend(r->g)->threads, e) && run_all(r, e);
+}
+
 bool bench_run(struct bytes *out, const struct model *m, const struct engine_options *eo, const struct bench_options *o,
                struct error *e)
 {
-    struct run r = { .o = o, .work = work_of(m, eo) };
+    struct run r = { .o = o, .work = work_of(m, eo), .quadratic = !eo->cache };
     if (o->reps < 1 || o->reps > MOST_REPS)
         return fail(e, GEN_USAGE, "--reps %d is not possible: it takes 1 to %d", o->reps, MOST_REPS);
     r.speeds = alloc_zeroed((size_t)o->reps, sizeof *r.speeds, "the results", e);
-    bool ok = r.speeds && list_tests(&r, e) && open_engine(&r, m, *eo, e)
-           && probe_open(&r.probe, engine_backend(r.g)->isa, engine_backend(r.g)->threads, e) && run_all(&r, e)
-           && (o->json ? print_json(out, &r, e) : print_table(out, &r, e));
-    close_more(&r);
-    sequence_close(r.first);
-    engine_close(r.g);
-    probe_close(r.probe);
-    free(r.tokens);
+    bool ok = r.speeds && list_tests(&r, e);
+    if (ok && r.quadratic) {
+        struct engine_options with = *eo;
+        with.cache = true;
+        ok = measure(&r, m, with, e);
+        close_engine(&r);
+        for (int i = 0; i < r.n_tests; i++) r.tests[i].cached = r.tests[i].median;
+    }
+    ok = ok && measure(&r, m, *eo, e);
+    ok = ok && (o->json ? print_json(out, &r, e) : r.quadratic ? print_growth(out, &r, e) : print_table(out, &r, e));
+    close_engine(&r);
     free(r.tests);
     free(r.speeds);
     return ok;

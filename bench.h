@@ -20,6 +20,9 @@ struct bench_options {
  * prefill nor decode given the tests are prefill of 512 tokens and decode of 128. *eo is the engine's options but for
  * max_sequences; with ctx = 0 the context is what the longest test needs, whatever the model was made for.
  *
+ * Without a cache (eo->cache false) decode alone is measured, at several depths unless they are given, with a cache and
+ * without, and the table has the time per token of both.
+ *
  * tokens_per_s is the median of the repetitions, over all sequences. bytes_per_token is the least that must be read
  * from memory for a token: the matrices once for each forward pass (a prefill counts as one), and the keys and values
  * of the tokens that it sees. Errors: GEN_USAGE for the lists and a context that is too small, GEN_RUN. */

@@ -400,7 +400,7 @@ static void make_query(const struct cpu *c, const struct cpu_layer *l, int r, in
     const float *cs = sinks ? c->sink_cs : c->cs[l->group], *sn = sinks ? c->sink_sn : c->sn[l->group];
     c->k->rope(dst, cs + (size_t)r * half, sn + (size_t)r * half, 2 * half, m->rope_order);
     for (int i = 0; i < n; i++) dst[i] *= m->attn_scale;
-    if (kv_sealed(view_of(c, l, r)->main.shape->type_k)) c->k->rotate(dst, n);
+    if (kv_rotated(view_of(c, l, r)->main.shape->type_k, true)) c->k->rotate(dst, n);
 }
 
 /* Row r's queries: those for the sinks where there are any, then, in place, those for the window. */
@@ -430,8 +430,8 @@ static void append(const struct cpu *c, const struct cpu_layer *l, int r, int h,
     for (int i = 0; i < m->head_v; i++) tv[i] = v[i] + (l->v_bias ? l->v_bias[h * m->head_v + i] : 0);
     if (l->k_norm) c->k->rms_norm(tmp, l->k_norm, m->head_k, m->norm_eps, tmp);
     c->k->rope(tmp, c->cs[l->group] + (size_t)r * half, c->sn[l->group] + (size_t)r * half, 2 * half, m->rope_order);
-    if (kv_sealed(view->main.shape->type_k)) c->k->rotate(tmp, m->head_k);
-    if (kv_sealed(view->main.shape->type_v)) c->k->rotate(tv, m->head_v);
+    if (kv_rotated(view->main.shape->type_k, true)) c->k->rotate(tmp, m->head_k);
+    if (kv_rotated(view->main.shape->type_v, false)) c->k->rotate(tv, m->head_v);
     c->k->put_key(kv_k_tile(to, l->index, h, row->pos), to->shape->type_k, tmp, m->head_k, t);
     c->k->put_value(kv_v_tile(to, l->index, h, row->pos), to->shape->type_v, tv, m->head_v, t);
 }
@@ -557,7 +557,7 @@ static void attend_part(struct cpu *c, const struct cpu_layer *l, int tile, int 
 static void finish(const struct cpu *c, const struct cpu_layer *l, int r, const float *o, float sum, float *out)
 {
     for (int i = 0; i < c->m->head_v; i++) out[i] = o[i] / sum;
-    if (kv_sealed(view_of(c, l, r)->main.shape->type_v)) c->k->rotate(out, c->m->head_v);
+    if (kv_rotated(view_of(c, l, r)->main.shape->type_v, false)) c->k->rotate(out, c->m->head_v);
 }
 
 /* Joins the parts of a one-token tile for the query heads of KV head h into out[group * head_v]. */

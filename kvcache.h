@@ -8,18 +8,20 @@
  *   page:   layer 0 | layer 1 | ...
  *   layer:  K of head 0, head 1, ... | V of head 0, head 1, ...
  *   head:   tile of tokens 0..31 | tile of tokens 32..63 | ...
- *   tile:   means | scales | codes                      (means and scales only where the type has them)
+ *   tile:   steps | scales | codes                      (steps and scales only where the type has them)
  *
  *   K codes  [head][32]  channel-major: lane t of row d is channel d of token t. A query's scores for 32 keys are one
  *                        chain of multiply-adds per key in the order of d, without horizontal sums.
  *   V codes  [32][head]  token-major: row t is added to the output with the weight of token t.
  *   int4     K [head][16], V [16][head]: a byte's low nibble is token u = 0..15, its high nibble token u + 16.
- *   scales   [blocks][32]: one per token and block of channels (kv_blocks), f16; int4: one byte, see kv_small_scale.
- *   means    [head] f16, int4 keys only: the mean of each channel over the tile's tokens, taken out before coding.
+ *   scales   [blocks][32]: one per token and block of channels (kv_blocks), f16; int4 values: one byte, see
+ *            kv_small_scale. int4 keys have none.
+ *   steps    [2][head] f16, int4 keys only: a channel's step, and its value of code 0. Channels of keys differ more
+ *            from each other than tokens do (Liu et al. 2024, "KIVI").
  *
  * Keys are stored after RoPE at their absolute position and are never turned again. Rows of the types below f16 are
  * kept in a rotated basis (Hadamard, per head), which spreads outlier channels over all: queries are rotated likewise,
- * outputs rotated back.
+ * outputs rotated back. int4 keys are not rotated, see kv_rotated.
  *
  * Sealing. A block of the types below f16 is quantised once, when all its 32 rows are there. A query sees its own block
  * and block 0 in raw form (f16) and all other blocks sealed, whether it is part of a prompt or generated, so a row's
@@ -50,13 +52,16 @@ enum kv_type { KV_F32, KV_F16, KV_BF16, KV_FP8, KV_INT8, KV_INT4, KV_TYPES };
 KV_INLINE bool kv_sealed(enum kv_type t) { return t >= KV_FP8; }
 KV_INLINE enum kv_type kv_raw_type(enum kv_type t) { return kv_sealed(t) ? KV_F16 : t; }
 
+/* Rows of the type are kept in the rotated basis. */
+KV_INLINE bool kv_rotated(enum kv_type t, bool keys) { return kv_sealed(t) && !(keys && t == KV_INT4); }
+
 /* Blocks of channels that share a token's scale: 32 channels each, the last with what is left over; 0 = no scales. */
-KV_INLINE int kv_blocks(enum kv_type t, int head)
+KV_INLINE int kv_blocks(enum kv_type t, int head, bool keys)
 {
-    return !kv_sealed(t) ? 0 : t == KV_FP8 || head < 64 ? 1 : head / 32;
+    return !kv_rotated(t, keys) ? 0 : t == KV_FP8 || head < 64 ? 1 : head / 32;
 }
 
-/* int4's scales: 5 bits of exponent and 3 of mantissa, as the top bits of a float (about 3e-5 to 1.2e5). */
+/* Scales of int4 values: 5 bits of exponent and 3 of mantissa, as the top bits of a float (about 3e-5 to 1.2e5). */
 KV_INLINE float kv_small_scale(uint8_t s)
 {
     union { uint32_t u; float f; } x = { ((uint32_t)s << 20) + (112u << 23) };
@@ -72,14 +77,14 @@ struct kv_shape {
     int page_size;                     /* tokens, a multiple of KV_BLOCK */
 };
 
-/* Bytes in front of a tile's codes. `means`: the tile is of keys. */
-KV_INLINE size_t kv_mean_bytes(enum kv_type t, int head, bool keys)
+/* Bytes in front of a tile's codes. */
+KV_INLINE size_t kv_step_bytes(enum kv_type t, int head, bool keys)
 {
-    return t == KV_INT4 && keys ? 2 * (size_t)head : 0;
+    return t == KV_INT4 && keys ? 4 * (size_t)head : 0;
 }
-KV_INLINE size_t kv_scale_bytes(enum kv_type t, int head)
+KV_INLINE size_t kv_scale_bytes(enum kv_type t, int head, bool keys)
 {
-    return (size_t)kv_blocks(t, head) * KV_BLOCK * (t == KV_INT4 ? 1 : 2);
+    return (size_t)kv_blocks(t, head, keys) * KV_BLOCK * (t == KV_INT4 ? 1 : 2);
 }
 KV_INLINE size_t kv_code_bytes(enum kv_type t, int head)
 {
@@ -89,7 +94,7 @@ KV_INLINE size_t kv_code_bytes(enum kv_type t, int head)
 /* A whole tile, rounded up so that the next one starts at a multiple of 16 bytes. */
 KV_INLINE size_t kv_tile_bytes(enum kv_type t, int head, bool keys)
 {
-    return (kv_mean_bytes(t, head, keys) + kv_scale_bytes(t, head) + kv_code_bytes(t, head) + 15) & ~(size_t)15;
+    return (kv_step_bytes(t, head, keys) + kv_scale_bytes(t, head, keys) + kv_code_bytes(t, head) + 15) & ~(size_t)15;
 }
 KV_INLINE size_t kv_k_tile_bytes(const struct kv_shape *s) { return kv_tile_bytes(s->type_k, s->head_k, true); }
 KV_INLINE size_t kv_v_tile_bytes(const struct kv_shape *s) { return kv_tile_bytes(s->type_v, s->head_v, false); }

@@ -177,7 +177,8 @@ const struct option_row option_table[] = {
     { GROUP_CACHE, "no-share", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_share), 0, 0,
       "Compute each text for itself, instead of taking over what others have computed of its beginning." },
     { GROUP_CACHE, "no-kv-cache", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_kv_cache), 0, 0,
-      "Compute the whole text again for each token: the slow baseline, with the same results." },
+      "Compute the whole text again for each token: the slow baseline, with the same results. --bench measures it "
+      "beside the cache." },
     { GROUP_CACHE, "prompt-cache", 0, "FILE", NULL, OPT_TEXT, 0, 0, AT(prompt_cache), 0, ANSWERS,
       "Keep the prompt's keys and values in FILE, and begin with those that are there. A file that does not fit this "
       "run is told and replaced." },

@@ -157,14 +157,15 @@ static void test_attend(void **unused)
 /* Element (token t, channel d) of a tile, decoded from the layout that kvcache.h describes. */
 static double decode(const unsigned char *tile, enum kv_type type, int head, bool keys, int t, int d)
 {
-    const unsigned char *scales = tile + kv_mean_bytes(type, head, keys), *codes = scales + kv_scale_bytes(type, head);
-    int blocks = kv_blocks(type, head), block = d / 32 < blocks ? d / 32 : blocks - 1;
-    uint16_t half;
+    const unsigned char *scales = tile + kv_step_bytes(type, head, keys), *codes = scales + kv_scale_bytes(type, head, keys);
+    int blocks = kv_blocks(type, head, keys), block = d / 32 < blocks ? d / 32 : blocks - 1;
+    uint16_t half, step[2];
     if (type == KV_INT4) {
-        double mean = 0;
-        if (keys) memcpy(&half, tile + 2 * d, 2), mean = f16_to_f32(half);
         int byte = codes[keys ? d * 16 + t % 16 : t % 16 * head + d], nibble = t < 16 ? byte & 15 : byte >> 4;
-        return mean + (nibble < 8 ? nibble : nibble - 16) * (double)kv_small_scale(scales[block * KV_BLOCK + t]);
+        double code = nibble < 8 ? nibble : nibble - 16;
+        if (!keys) return code * (double)kv_small_scale(scales[block * KV_BLOCK + t]);
+        memcpy(&step[0], tile + 2 * d, 2), memcpy(&step[1], tile + 2 * (head + d), 2);
+        return code * (double)f16_to_f32(step[0]) + f16_to_f32(step[1]);
     }
     size_t at = keys ? (size_t)d * KV_BLOCK + t : (size_t)t * head + d;
     memcpy(&half, scales + 2 * (block * KV_BLOCK + t), 2);
@@ -224,7 +225,8 @@ static void check_sealed(const struct kernels *table, enum kv_type type_k, enum 
 static void test_sealed(void **unused)
 {
     (void)unused;
-    static const int heads[][2] = { { 64, 64 }, { 32, 32 }, { 80, 80 }, { 96, 40 }, { 100, 100 }, { 128, 128 }, { 256, 256 }, { 24, 36 } };
+    static const int heads[][2] = { { 64, 64 }, { 32, 32 }, { 80, 80 }, { 96, 40 }, { 100, 100 }, { 128, 128 }, { 256, 256 }, { 24, 36 },
+                                   { 40, 48 }, { 48, 40 } };
     for (int k = 0; k < n_kernel_tables; k++)
         for (size_t h = 0; kernel_tables[k]->usable() && h < sizeof heads / sizeof *heads; h++)
             for (enum kv_type a = KV_F16; a < KV_TYPES; a++)

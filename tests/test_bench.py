@@ -117,3 +117,16 @@ def test_interrupted(rand):
     run.send_signal(signal.SIGINT)
     out, _ = run.communicate(timeout=20)
     assert run.returncode == -signal.SIGINT and out == b""
+
+
+def test_without_a_cache(gen, tmp_path):
+    """Decode alone, with a cache and without: the more text, the larger the ratio."""
+    from make_model import random_model
+    model = random_model(tmp_path / "m.gguf", layers=4)
+    rows = bench(gen, model, "--no-kv-cache", "-tg", "2", "-d", "16,512")
+    assert [(r["test"], r["n"], r["depth"]) for r in rows] == [("decode", 2, 16), ("decode", 2, 512)]
+    ratio = [r["cached_tokens_per_s"] / r["tokens_per_s"] for r in rows]
+    assert set(rows[0]) == KEYS | {"cached_tokens_per_s"} and ratio[1] > 2 * ratio[0] > 0
+    table = gen.ok("-m", model, "--bench", "--no-kv-cache", "--reps", "1").text.splitlines()
+    assert [line.split()[:2] for line in table[3:]] == [["128", "4"], ["256", "4"], ["512", "4"], ["1024", "4"]]
+    gen.refused("-m", model, "--bench", "--no-kv-cache", "-pp", "5", rc=2, says=["-pp", "--no-kv-cache"])
