@@ -23,7 +23,7 @@ bool input_read(const char *path, struct bytes *out, struct error *e)
     }
     int reason = errno;
     if (file > STDIN_FILENO) close(file);
-    if (n < 0) return fail(e, GEN_USAGE, "cannot read %s: %s", name, strerror(reason));
+    if (n < 0) return fail(e, reason == ENOMEM ? GEN_RUN : GEN_USAGE, "cannot read %s: %s", name, strerror(reason));
     if (out->len - start >= 3 && memcmp(out->data + start, "\xEF\xBB\xBF", 3) == 0) {
         out->len -= 3;
         memmove(out->data + start, out->data + start + 3, out->len - start);

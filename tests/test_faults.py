@@ -85,3 +85,82 @@ def test_window_that_cannot_be(gen, mkfix):
     model = mkfix("rand", "--ctx", "512")
     gen.refused("-q", "-m", model, "--kv-layout", "contiguous", "--window", "5", "-p", "ab", rc=2, says="contiguous")
     gen.refused("-q", "-m", model, "--window", "600", "-p", "ab", rc=2, says=["600", "512"])
+
+
+# ---- memory that runs out
+
+def check_ended_well(run, text, what):
+    """The whole text, or an error in one sentence and nothing of the text lost or changed."""
+    assert run.returncode in (0, 1, 3), (what, run.returncode, run.stderr[-300:])
+    if run.returncode == 0:
+        assert run.stdout == text, what
+    else:
+        lines = [line for line in run.stderr.splitlines() if line.startswith(b"gen: ")]
+        assert len(lines) == 1 and run.stderr.count(b"\n") == 1, (what, run.stderr[-300:])
+        assert text.startswith(run.stdout), what
+
+
+TASKS = {
+    "text": ["-p", "ab", "-n", "40", "--ignore-eos", "--temp", "0"],
+    "types": ["-p", "ab" * 40, "-n", "8", "--temp", "0", "-ctk", "int8", "-ctv", "int4", "--kv-heads", "1"],
+    "chat": ["--chat-template", "chatml", "-st", "-p", "hello", "-n", "8", "--temp", "0"],
+    "json": ["-p", "ab", "-n", "8", "--json", "--logprobs", "3", "--temp", "0"],
+    "score": ["--perplexity", "TEXT", "-c", "64", "--chunks", "2"],
+    "report": ["--kv-report", "-f", "TEXT", "-c", "64", "--chunks", "1"],
+}
+
+
+@pytest.fixture(scope="module")
+def alloc_fault(tmp_path_factory):
+    if conftest.SANITIZED:
+        pytest.skip("the sanitizers have an allocator of their own")
+    library = tmp_path_factory.mktemp("fault") / "alloc_fault.so"
+    source = conftest.ROOT / "tests" / "alloc_fault.c"
+    subprocess.run([*os.environ.get("CC", "cc").split(), "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_allocation_fails(gen, mkfix, text, tmp_path, alloc_fault, task):
+    """One allocation after the other: alone, and with all that follow it."""
+    model = mkfix("rand", "--layers", "1")
+    words = [gen.path, "-q", "-t", "1", "-m", model, *[str(text) if w == "TEXT" else w for w in TASKS[task]]]
+
+    def run(**fault):
+        return subprocess.run(words, capture_output=True, timeout=60,
+                              env={**os.environ, "LD_PRELOAD": str(alloc_fault), **fault})
+    whole = run(FAULT_COUNT=str(tmp_path / "count"))
+    assert whole.returncode == 0, whole.stderr
+    n, speeds = int((tmp_path / "count").read_text()), task in ("report", "json")
+    assert n > 20
+    points = sorted({1 + i * (n - 1) // 59 for i in range(60)} | set(range(1, 12)) | set(range(max(1, n - 10), n + 1)))
+    for at in points:
+        for on in ({}, {"FAULT_ON": "1"}):
+            broken = run(FAULT_AT=str(at), **on)
+            if speeds and broken.returncode == 0:      # times differ from run to run
+                continue
+            check_ended_well(broken, whole.stdout, (task, at, on))
+
+
+@pytest.mark.skipif(conftest.SANITIZED, reason="a sanitizer's shadow is larger than any limit")
+def test_memory_limits(gen, mkfix):
+    """From a limit under which nothing starts to one under which everything fits: refused, or the whole text. Where a
+    small context fits, a run that may choose its own finds one."""
+    model = mkfix("rand", "--ctx", "65536", "--layers", "2")
+    words = [gen.path, "-q", "-t", "2", "-m", model, "-n", "20", "--ignore-eos", "--temp", "0"]
+    long, short = ["-p", "ab" * 50, "-c", "8192"], ["-p", "ab", "-c", "32"]
+
+    def run(args, mb=None):
+        limit = lambda: mb and resource.setrlimit(resource.RLIMIT_AS, (mb << 20, mb << 20))
+        return subprocess.run([*words, *args], capture_output=True, timeout=60, preexec_fn=limit)
+    whole, part = run(long).stdout, run(short).stdout
+    ended = {0: 0, 1: 0}
+    for mb in range(16, 120, 4):
+        limited = run(long, mb)
+        if b"error while loading shared libraries" in limited.stderr:
+            continue                   # the program itself does not fit
+        check_ended_well(limited, whole, mb)
+        ended[limited.returncode] += 1
+        if run(short, mb).returncode == 0:
+            assert run(short[:2], mb + 2).stdout.startswith(part[:10]), mb
+    assert ended[0] and ended[1], ended

@@ -1,0 +1,53 @@
+/* alloc_fault.c - preloaded into gen: the FAULT_AT-th call that allocates memory fails, and with FAULT_ON every one after
+ * it; FAULT_COUNT names a file that receives the number of calls. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t),
+            *__libc_memalign(size_t, size_t);
+
+static atomic_long calls;
+static long fault_at = -1, fault_on;
+
+__attribute__((constructor)) static void begin(void)
+{
+    const char *at = getenv("FAULT_AT");
+    fault_on = getenv("FAULT_ON") != NULL;
+    fault_at = at ? atol(at) : 0;
+    atomic_store(&calls, 0);
+}
+
+__attribute__((destructor)) static void end(void)
+{
+    const char *name = getenv("FAULT_COUNT");
+    fault_at = -1;
+    FILE *f = name ? fopen(name, "w") : NULL;
+    if (f) fprintf(f, "%ld\n", atomic_load(&calls)), fclose(f);
+}
+
+static int fails(void)
+{
+    long n = fault_at < 0 ? 0 : atomic_fetch_add(&calls, 1) + 1;
+    int now = n > 0 && fault_at > 0 && (n == fault_at || (fault_on && n > fault_at));
+    if (now) errno = ENOMEM;
+    return now;
+}
+
+void *malloc(size_t n) { return fails() ? NULL : __libc_malloc(n); }
+void *calloc(size_t n, size_t size) { return fails() ? NULL : __libc_calloc(n, size); }
+void *realloc(void *p, size_t n) { return fails() ? NULL : __libc_realloc(p, n); }
+void *aligned_alloc(size_t align, size_t n) { return fails() ? NULL : __libc_memalign(align, n); }
+int posix_memalign(void **p, size_t align, size_t n)
+{
+    return fails() || !(*p = __libc_memalign(align, n)) ? ENOMEM : 0;
+}
+void *mmap(void *at, size_t n, int protection, int flags, int file, off_t offset)
+{
+    return fails() ? MAP_FAILED : (void *)syscall(SYS_mmap, at, n, protection, flags, file, offset);
+}
