@@ -168,11 +168,12 @@ template <int T, int G>
 static __device__ inline int scores_of(const unsigned char *tile, int head_k, const float *q, int q_stride, float s[G])
 {
     constexpr int N = code<T>::N, L = WARP / N;        /* words of a channel: lanes that share it */
-    constexpr bool sealed = T >= KV_FP8;
+    constexpr bool by_token = T >= KV_FP8 && T != KV_INT4, by_channel = T == KV_INT4;
     int lane = threadIdx.x % WARP, w = lane % L, c = lane / L;
-    const unsigned char *scales = tile + kv_mean_bytes((kv_type)T, head_k, true);
-    const unsigned char *codes = scales + kv_scale_bytes((kv_type)T, head_k);
-    int n_blocks = sealed ? kv_blocks((kv_type)T, head_k) : 1;
+    const uint16_t *steps = (const uint16_t *)tile;
+    const unsigned char *scales = tile + kv_step_bytes((kv_type)T, head_k, true);
+    const unsigned char *codes = scales + kv_scale_bytes((kv_type)T, head_k, true);
+    int n_blocks = by_token ? kv_blocks((kv_type)T, head_k, true) : 1;
     float acc[G][N];
     UNROLL
     for (int g = 0; g < G; g++)
@@ -181,20 +182,18 @@ static __device__ inline int scores_of(const unsigned char *tile, int head_k, co
     for (int b = 0; b < n_blocks; b++) {
         int end = b + 1 == n_blocks ? head_k : 32 * (b + 1);
         float scale[N];
-        if (sealed)
+        if (by_token)
             UNROLL
-            for (int i = 0; i < N; i++)
-                scale[i] = scale_of<T>(scales, b * KV_BLOCK + (i < 4 ? 4 * w + i : 16 + 4 * w + i - 4));
+            for (int i = 0; i < N; i++) scale[i] = scale_of<T>(scales, b * KV_BLOCK + N * w + i);
         UNROLL_4
         for (int d = 32 * b + c; d < end; d += N) {
             float k[N], x[G];
             code<T>::get(*(const uint32_t *)(codes + (size_t)(d * L + w) * 4), k);
             load_floats<G>(q + d * q_stride, x);
-            if (sealed) {
-                float mean = T == KV_INT4 ? half_to_float(((const uint16_t *)tile)[d]) : 0;
-                UNROLL
-                for (int i = 0; i < N; i++) k[i] = T == KV_INT4 ? fmaf(k[i], scale[i], mean) : k[i] * scale[i];
-            }
+            float step = by_channel ? half_to_float(steps[d]) : 1;
+            float zero = by_channel ? half_to_float(steps[head_k + d]) : 0;
+            UNROLL
+            for (int i = 0; i < N; i++) k[i] = by_channel ? fmaf(k[i], step, zero) : by_token ? k[i] * scale[i] : k[i];
             UNROLL
             for (int g = 0; g < G; g++)
                 UNROLL
@@ -268,8 +267,8 @@ static __device__ inline void add_values(const unsigned char *tile, int head_v, 
     constexpr int EACH = channels<HV>::EACH, PIECES = channels<HV>::PIECES, P = G;
     constexpr bool sealed = T >= KV_FP8, pairs = T == KV_INT4;
     int lane = threadIdx.x % WARP;
-    const unsigned char *codes = tile + kv_scale_bytes((kv_type)T, head_v);
-    int last = sealed ? kv_blocks((kv_type)T, head_v) - 1 : 0;
+    const unsigned char *codes = tile + kv_scale_bytes((kv_type)T, head_v, false);
+    int last = sealed ? kv_blocks((kv_type)T, head_v, false) - 1 : 0;
     int from = pairs ? 0 : t0, to = pairs ? KV_BLOCK / 2 : t1;
     UNROLL_4
     for (int t = from; t < to; t++) {
@@ -424,7 +423,7 @@ static __device__ void ready_query(const attention &a, int r, int h, bool sinks,
     const float *cs = (sinks ? a.sink_cs : a.cs) + (size_t)r * (a.n_rot / 2);
     const float *sn = (sinks ? a.sink_sn : a.sn) + (size_t)r * (a.n_rot / 2);
     ready(a, x, a.head_k, a.qkv + (size_t)r * a.ld + h * a.head_k, a.q_bias ? a.q_bias + h * a.head_k : NULL, a.q_norm,
-          cs, sn, a.scale, kv_sealed(a.main.type_k));
+          cs, sn, a.scale, kv_rotated(a.main.type_k, true));
     for (int d = threadIdx.x % WARP; d < a.head_k; d += WARP) q[d * q_stride + column] = x[d];
     __syncwarp();
 }
@@ -448,7 +447,7 @@ static __device__ void append_key(const attention &a, int r, int head, float *x)
     unsigned char *tile = keys_at(to, a.layer, head, page, block);
     const float *src = a.qkv + (size_t)r * a.ld + a.n_head * a.head_k + head * a.head_k;
     ready(a, x, a.head_k, src, a.k_bias ? a.k_bias + head * a.head_k : NULL, a.k_norm,
-          a.cs + (size_t)r * (a.n_rot / 2), a.sn + (size_t)r * (a.n_rot / 2), 1, kv_sealed(a.main.type_k));
+          a.cs + (size_t)r * (a.n_rot / 2), a.sn + (size_t)r * (a.n_rot / 2), 1, kv_rotated(a.main.type_k, true));
     for (int d = threadIdx.x % WARP; d < a.head_k; d += WARP) put(tile, to.type_k, d * KV_BLOCK + t, x[d]);
 }
 static __device__ void append_value(const attention &a, int r, int head, float *x)
@@ -461,18 +460,18 @@ static __device__ void append_value(const attention &a, int r, int head, float *
     unsigned char *tile = values_at(to, a.layer, head, page, block);
     const float *src = a.qkv + (size_t)r * a.ld + (a.n_head + a.n_kv) * a.head_k + head * a.head_v;
     ready(a, x, a.head_v, src, a.v_bias ? a.v_bias + head * a.head_v : NULL, NULL, NULL, NULL, 1,
-          kv_sealed(a.main.type_v));
+          kv_rotated(a.main.type_v, false));
     for (int d = threadIdx.x % WARP; d < a.head_v; d += WARP) put(tile, to.type_v, t * a.head_v + d, x[d]);
 }
 
 /* ---- sealing: the same codes, bit for bit, as layer.inc makes ---------------------------------------------------- */
 
-/* Scale (its byte) of least squared error for int4 codes of n channels, each minus its mean. */
-static __device__ int scale_int4(const uint16_t *raw, int step, const uint16_t *means, int n)
+/* Scale (its byte) of least squared error for int4 codes of n channels. */
+static __device__ int scale_int4(const uint16_t *raw, int step, int n)
 {
     float most = 0, best = INFINITY;
     for (int d = 0; d < n; d++) {
-        float x = half_to_float(raw[d * step]) - (means ? half_to_float(means[d]) : 0);
+        float x = half_to_float(raw[d * step]);
         most = fabsf(x) > most ? fabsf(x) : most;
     }
     int top = (int)(__float_as_uint(most / 7) >> 20) - (112 << 3) + 1;
@@ -481,7 +480,7 @@ static __device__ int scale_int4(const uint16_t *raw, int step, const uint16_t *
     for (int s = top; s >= 0 && s > top - 5; s--) {
         float scale = kv_small_scale((uint8_t)s), inverse = 1 / scale, error = 0;
         for (int d = 0; d < n; d++) {
-            float x = half_to_float(raw[d * step]) - (means ? half_to_float(means[d]) : 0), q = rintf(x * inverse);
+            float x = half_to_float(raw[d * step]), q = rintf(x * inverse);
             q = q > -8 ? q : -8;
             q = q < 7 ? q : 7;
             float off = q * scale - x;
@@ -499,38 +498,55 @@ static __device__ inline int code_int4(float x, float inverse)
     return (int)(q < 7 ? q : 7);
 }
 
+/* Channel d of int4 keys: 16 codes from its least value to its largest. raw: its 32 tokens. */
+static __device__ void seal_channel(const uint16_t *raw, unsigned char *tile, int n, int d)
+{
+    float low = INFINITY, high = -INFINITY, sum = 0;
+    for (int t = 0; t < KV_BLOCK; t++) {
+        float x = half_to_float(raw[t]);
+        low = x < low ? x : low;
+        high = x > high ? x : high;
+        sum += x * 0;
+    }
+    uint16_t step = float_to_half((high - low) / 15), zero = float_to_half(low + 8 * half_to_float(step) + sum);
+    float inverse = half_to_float(step) > 0 && sum == 0 ? 1 / half_to_float(step) : 0;
+    unsigned char *codes = tile + kv_step_bytes(KV_INT4, n, true) + 16 * d;
+    ((uint16_t *)tile)[d] = step;
+    ((uint16_t *)tile)[n + d] = zero;
+    for (int t = 0; t < KV_BLOCK / 2; t++) {
+        int p = inverse > 0 ? code_int4(half_to_float(raw[t]) - half_to_float(zero), inverse) : 0;
+        int q = inverse > 0 ? code_int4(half_to_float(raw[t + 16]) - half_to_float(zero), inverse) : 0;
+        codes[t] = (uint8_t)((p & 15) | (q & 15) << 4);
+    }
+}
+
 /* A raw tile (of f16 where `type` is sealed) becomes a tile of `type`, by all threads of the block. */
 static __device__ void seal_tile(const uint16_t *raw, unsigned char *tile, kv_type type, int n, bool keys)
 {
-    int step_t = keys ? 1 : n, step_d = keys ? KV_BLOCK : 1, n_blocks = kv_blocks(type, n);
-    uint16_t *means = type == KV_INT4 && keys ? (uint16_t *)tile : NULL;
-    unsigned char *scales = tile + kv_mean_bytes(type, n, keys), *codes = scales + kv_scale_bytes(type, n);
+    int step_t = keys ? 1 : n, step_d = keys ? KV_BLOCK : 1, n_blocks = kv_blocks(type, n, keys);
+    unsigned char *scales = tile, *codes = scales + kv_scale_bytes(type, n, keys);
     if (!kv_sealed(type)) {
         for (int i = threadIdx.x; i < (int)kv_code_bytes(type, n) / 4; i += blockDim.x)
             ((uint32_t *)tile)[i] = ((const uint32_t *)raw)[i];
         return;
     }
-    for (int d = threadIdx.x; d < n && means; d += blockDim.x) {
-        float sum = 0;
-        for (int t = 0; t < KV_BLOCK; t++) sum += half_to_float(raw[t * step_t + d * step_d]);
-        means[d] = float_to_half(sum / KV_BLOCK);
+    if (!kv_rotated(type, keys)) {
+        for (int d = threadIdx.x; d < n; d += blockDim.x) seal_channel(raw + d * KV_BLOCK, tile, n, d);
+        return;
     }
-    __syncthreads();
     int tokens = type == KV_INT4 ? KV_BLOCK / 2 : KV_BLOCK;        /* int4: a byte holds tokens u and u + 16 */
     for (int i = threadIdx.x; i < tokens * n_blocks; i += blockDim.x) {
         int t = i % tokens, b = i / tokens, d0 = 32 * b, end = b + 1 == n_blocks ? n : d0 + 32;
         const uint16_t *x = raw + t * step_t + d0 * step_d;
         if (type == KV_INT4) {
-            const uint16_t *mean = means ? means + d0 : NULL, *y = x + 16 * step_t;
-            int low = scale_int4(x, step_d, mean, end - d0), high = scale_int4(y, step_d, mean, end - d0);
+            const uint16_t *y = x + 16 * step_t;
+            int low = scale_int4(x, step_d, end - d0), high = scale_int4(y, step_d, end - d0);
             float a = 1 / kv_small_scale((uint8_t)low), c = 1 / kv_small_scale((uint8_t)high);
             scales[b * KV_BLOCK + t] = (uint8_t)low;
             scales[b * KV_BLOCK + t + 16] = (uint8_t)high;
             for (int d = 0; d < end - d0; d++) {
-                float m = mean ? half_to_float(mean[d]) : 0;
-                int p = code_int4(half_to_float(x[d * step_d]) - m, a);
-                int q = code_int4(half_to_float(y[d * step_d]) - m, c);
-                codes[t * step_t + (d0 + d) * (keys ? 16 : 1)] = (uint8_t)((p & 15) | (q & 15) << 4);
+                int p = code_int4(half_to_float(x[d * step_d]), a), q = code_int4(half_to_float(y[d * step_d]), c);
+                codes[t * step_t + d0 + d] = (uint8_t)((p & 15) | (q & 15) << 4);
             }
             continue;
         }
@@ -596,7 +612,7 @@ static __device__ void finish(const attention &a, int r, int h, float *x, float 
 {
     for (int d = threadIdx.x % WARP; d < a.head_v; d += WARP) x[d] /= sum;
     __syncwarp();
-    if (kv_sealed(a.main.type_v)) turn_basis(x, a.head_v);
+    if (kv_rotated(a.main.type_v, false)) turn_basis(x, a.head_v);
     for (int d = threadIdx.x % WARP; d < a.head_v; d += WARP) a.out[((size_t)r * a.n_head + h) * a.head_v + d] = x[d];
 }
 
