@@ -23,10 +23,14 @@ struct cpu_layer {
     int group, index;                  /* KV group, and layer number in that group */
 };
 
-enum { SPLIT_TOKENS = 16 };            /* most tokens of a batch whose attention is dealt out split by split */
+enum { SPLIT_TOKENS = 64 };            /* most tokens of a batch whose attention is dealt out split by split */
 
 /* Consecutive rows of one sequence whose attention is computed together. */
 struct tile { int row, n; };
+
+/* A piece of the attention of single rows: rows [row, row + n), each of another sequence, look at the split with this
+ * number. Several do it together where it lies in the same pages for all. */
+struct part { int row, n, split; };
 
 struct cpu {
     struct backend base;
@@ -50,7 +54,10 @@ struct cpu {
     float *states;                     /* [rows][n_head]: m, l, o[head_v] of attention to the own tokens; by_token only */
     struct tile *tiles;
     int *wanted;                       /* [LOGIT_ROWS] rows of the batch */
-    float *part;                       /* split attention: see part_at */
+    float *part;                       /* results of parts: see part_at */
+    struct part *parts[KV_GROUPS];     /* [split_tokens * max_splits] of the batch */
+    int n_parts[KV_GROUPS], n_splits[KV_GROUPS];   /* ... and how many there were if each row were alone */
+    int n_single;                      /* rows at the batch's beginning whose attention is done in parts */
     size_t split_tokens, max_splits;   /* of `part` */
     char **scratch;                    /* [threads] of scratch_bytes each */
     void *arena, *weights;
@@ -136,6 +143,7 @@ size_t ranks = comm_size(c->comm), states = m->by_token ? rows * m->n_head * (m-
     c->tiles = carve(v, c->max_rows, sizeof *c->tiles);
     c->wanted = carve(v, LOGIT_ROWS, sizeof *c->wanted);
     c->part = carve(v, c->split_tokens * c->max_splits * m->n_head * (m->head_v + 2), sizeof(float));
+    for (int g = 0; g < KV_GROUPS; g++) c->parts[g] = carve(v, c->split_tokens * c->max_splits, sizeof *c->parts[g]);
     for (size_t i = 0; i < threads; i++) c->scratch[i] = carve(v, 1, scratch > att ? scratch : att);
 }
 
@@ -384,9 +392,14 @@ static int group_size(const struct model *m) { return m->n_head / m->n_kv; }
 /* The rank that holds the tokens of a split, where tokens are divided. */
 static bool is_own(const struct cpu *c, int64_t split) { return !c->m->by_token || split % c->m->ranks == c->m->rank; }
 
+static const struct kv_view *batch_view(const struct cpu *c, int r, int group)
+{
+    return &c->batch->views[c->batch->rows[r].sequence][group];
+}
+
 static const struct kv_view *view_of(const struct cpu *c, const struct cpu_layer *l, int r)
 {
-    return &c->batch->views[c->batch->rows[r].sequence][l->group];
+    return batch_view(c, r, l->group);
 }
 
 /* dst = query head h of row r, for the sinks or for the window: bias, norm, RoPE, scale, the cache's basis. */
@@ -467,10 +480,10 @@ static void lay_out(const struct cpu *c, int thread, struct queries *qs)
     qs->kernel = p;
 }
 
-/* The partial result of (tile, query head, split): m, l, then o[head_v]. */
-static float *part_at(const struct cpu *c, int tile, int head, int split)
+/* The partial result of (row, query head, split): m, l, then o[head_v]. */
+static float *part_at(const struct cpu *c, int row, int head, int split)
 {
-    return c->part + (((size_t)tile * c->m->n_head + head) * c->max_splits + split) * (c->m->head_v + 2);
+    return c->part + (((size_t)row * c->m->n_head + head) * c->max_splits + split) * (c->m->head_v + 2);
 }
 
 /* The splits that rows [row, row + n) of one sequence look at, numbered through: those of the sinks, then those of the
@@ -528,28 +541,64 @@ static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct 
     c->k->attend(&a);
 }
 
-/* Splits are dealt out one by one where there are few tokens, each a tile of its own; else whole tiles are. */
-static bool split_mode(const struct cpu *c)
+/* Splits, from the first one on, that rows r and r + 1 of two sequences find in the same pages and see all of. */
+static int shared_splits(const struct cpu *c, int group, int r)
 {
-    return c->n_tiles == c->batch->n_rows && (size_t)c->n_tiles <= c->split_tokens && !c->m->by_token;
+    const struct row *rows = c->batch->rows;
+    const struct kv_view *a = batch_view(c, r, group), *b = batch_view(c, r + 1, group);
+    int64_t pos = rows[r].pos < rows[r + 1].pos ? rows[r].pos : rows[r + 1].pos;
+    int page = a->main.shape->page_size, n = (int)(pos / KV_SPLIT), i = 0;
+    if (a->sinks || (a->window && rows[r].pos + rows[r + 1].pos - pos >= a->window)) return 0;
+    if (a->raw.shape && a->raw.pages[0] != b->raw.pages[0]) return 0;
+    for (; i < n; i++)
+        for (int64_t p = (int64_t)i * KV_SPLIT / page; p <= ((int64_t)(i + 1) * KV_SPLIT - 1) / page; p++)
+            if (a->main.pages[p] != b->main.pages[p]) return i;
+    return i;
 }
 
-/* One token's attention to one split of one KV head, left in the parts. */
-static void attend_part(struct cpu *c, const struct cpu_layer *l, int tile, int h, int i, int thread)
+/* Cuts the attention of the single rows into parts. Rows whose texts begin alike look at what is common together, so
+ * that it is read and widened once (Juravsky et al. 2024, "Hydragen"). */
+static void plan_parts(struct cpu *c, int group)
+{
+    struct part *parts = c->parts[group];
+    int n = 0, all = 0, most = ATTEND_ROWS / group_size(c->m);
+    bool used = batch_view(c, 0, group)->main.shape->n_layer > 0;
+    for (int r = 0, end; r < c->n_single && used; r = end) {
+        int common = 0;
+        for (end = r + 1; end < c->n_single && end - r < most; end++) {
+            int shared = shared_splits(c, group, end - 1);
+            if (!shared || shared < common) break;
+            if (!common) common = shared;
+        }
+        for (int i = 0; i < common; i++) parts[n++] = (struct part){ r, end - r, i };
+        for (int k = r; k < end; k++) {
+            int count = splits_of(c, batch_view(c, k, group), k, 1).count;
+            all += count;
+            for (int i = common; i < count; i++) parts[n++] = (struct part){ k, 1, i };
+        }
+    }
+    c->n_parts[group] = n;
+    c->n_splits[group] = all;
+}
+
+/* Part i of the single rows' attention, for KV head h. */
+static void attend_part(struct cpu *c, const struct cpu_layer *l, int i, int h, int thread)
 {
     const struct model *m = c->m;
+    struct part *parts = c->parts[l->group], p = parts[i];
     struct queries qs;
-    int row = c->tiles[tile].row, g = group_size(m);
-    struct splits s = splits_of(c, view_of(c, l, row), row, 1);
+    int g = group_size(m), coming = i * m->n_kv + h + team_size(c->team);      /* threads take turns */
+    struct splits s = splits_of(c, view_of(c, l, p.row), p.row, 1);
+    bool follows = coming < c->n_parts[l->group] * m->n_kv && parts[coming / m->n_kv].row == p.row;
     lay_out(c, thread, &qs);
-    gather_queries(c, l, row, 1, h, i < s.sinks, &qs);
-    int next = i * m->n_kv + h + team_size(c->team);   /* threads take turns */
-    attend_split(c, l, view_of(c, l, row), h, &s, i, next % m->n_kv, next / m->n_kv, g, &qs);
-    for (int j = 0; j < g; j++) {
-        float *p = part_at(c, tile, h * g + j, i);
-        p[0] = qs.m1[j];
-        p[1] = qs.l1[j];
-        memcpy(p + 2, qs.o1 + (size_t)j * m->head_v, sizeof(float) * m->head_v);
+    gather_queries(c, l, p.row, p.n, h, p.split < s.sinks, &qs);
+    attend_split(c, l, view_of(c, l, p.row), h, &s, p.split, coming % m->n_kv,
+                 follows ? parts[coming / m->n_kv].split : s.count, p.n * g, &qs);
+    for (int j = 0; j < p.n * g; j++) {
+        float *part = part_at(c, p.row + j / g, h * g + j % g, p.split);
+        part[0] = qs.m1[j];
+        part[1] = qs.l1[j];
+        memcpy(part + 2, qs.o1 + (size_t)j * m->head_v, sizeof(float) * m->head_v);
     }
 }
 
@@ -560,17 +609,17 @@ static void finish(const struct cpu *c, const struct cpu_layer *l, int r, const 
     if (kv_rotated(view_of(c, l, r)->main.shape->type_v, false)) c->k->rotate(out, c->m->head_v);
 }
 
-/* Joins the parts of a one-token tile for the query heads of KV head h into out[group * head_v]. */
-static void join_parts(struct cpu *c, const struct cpu_layer *l, int tile, int h, float *out)
+/* Joins the parts of a single row for the query heads of KV head h into out[group * head_v]. */
+static void join_parts(struct cpu *c, const struct cpu_layer *l, int row, int h, float *out)
 {
     const struct model *m = c->m;
-    int row = c->tiles[tile].row, g = group_size(m);
+    int g = group_size(m);
     struct splits splits = splits_of(c, view_of(c, l, row), row, 1);
     for (int j = 0; j < g; j++) {
         float *o = out + (size_t)j * m->head_v, top = -INFINITY, sum = 0;
         memset(o, 0, sizeof(float) * m->head_v);
         for (int i = 0; i < splits.count; i++) {
-            const float *p = part_at(c, tile, h * g + j, i);
+            const float *p = part_at(c, row, h * g + j, i);
             c->k->join(&top, &sum, o, p[0], p[1], p + 2, m->head_v);
         }
         finish(c, l, row, o, sum, o);
@@ -628,31 +677,20 @@ static void states_piece(struct cpu *c, int i, int thread)
     }
 }
 
-/* Pieces of a tile's attention in split mode. */
-static int tile_parts(const struct cpu *c, const struct cpu_layer *l, int tile)
-{
-    int row = c->tiles[tile].row;
-    return splits_of(c, view_of(c, l, row), row, 1).count * c->m->n_kv;
-}
+/* Tiles whose attention is computed as a whole. */
+static int whole_tiles(const struct cpu *c) { return c->n_tiles - c->n_single; }
 
 static int attend_pieces(const struct cpu *c)
 {
-    if (!split_mode(c)) return c->n_tiles * c->m->n_kv;
-    int n = 0;
-    for (int t = 0; t < c->n_tiles; t++) n += tile_parts(c, &c->layers[c->layer], t);
-    return n;
+    return (whole_tiles(c) + c->n_parts[c->layers[c->layer].group]) * c->m->n_kv;
 }
 
 static void attend_piece(struct cpu *c, int i, int thread)
 {
     const struct cpu_layer *l = &c->layers[c->layer];
-    int n_kv = c->m->n_kv, tile = 0;
-    if (!split_mode(c)) {
-        attend_tile(c, l, c->n_tiles - 1 - i / n_kv, i % n_kv, thread);        /* the longest first */
-        return;
-    }
-    for (int n; i >= (n = tile_parts(c, l, tile)); tile++) i -= n;
-    attend_part(c, l, tile, i % n_kv, i / n_kv, thread);
+    int n_kv = c->m->n_kv, whole = whole_tiles(c);
+    if (i < whole * n_kv) attend_tile(c, l, c->n_tiles - 1 - i / n_kv, i % n_kv, thread);      /* the longest first */
+    else attend_part(c, l, i / n_kv - whole, i % n_kv, thread);
 }
 
 static void append_piece(struct cpu *c, int r, int thread)
@@ -678,7 +716,7 @@ static void seal_piece(struct cpu *c, int r, int thread)
 enum { FEW_SPLITS = 3 };
 static int attended_pieces(const struct cpu *c)
 {
-    bool whole = !split_mode(c) || attend_pieces(c) <= FEW_SPLITS * c->n_tiles * c->m->n_kv;
+    bool whole = whole_tiles(c) || c->n_splits[c->layers[c->layer].group] <= FEW_SPLITS * c->n_single;
     return c->batch->n_rows * (whole || group_size(c->m) * c->m->head_v % 32 ? 1 : c->m->n_kv);
 }
 
@@ -688,9 +726,9 @@ static void attended_piece(struct cpu *c, int i, int thread)
     int n = group_size(c->m) * c->m->head_v, width = c->m->n_kv * n, h0 = i % pieces * heads;
     size_t at = (size_t)r * width + (size_t)h0 * n;
     (void)thread;
-    for (int h = h0; h < h0 + heads && split_mode(c); h++)
+    for (int h = h0; h < h0 + heads && r < c->n_single; h++)
         join_parts(c, &c->layers[c->layer], r, h, c->input + (size_t)r * width + (size_t)h * n);
-    if (!split_mode(c)) memcpy(c->input + at, c->att + at, sizeof(float) * heads * n);
+    if (r >= c->n_single) memcpy(c->input + at, c->att + at, sizeof(float) * heads * n);
     struct acts part = { 1, heads * n, c->input + at, c->acts.b + at / 32 };
     if (part.k % 32 == 0) c->k->quantise(&part, 0);
 }
@@ -893,13 +931,17 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     if (wanted > LOGIT_ROWS)
         return fail(e, GEN_RUN, "%d rows want logits, but a batch gives at most %d", wanted, LOGIT_ROWS);
     c->batch = batch;
-    c->n_tiles = c->n_wanted = 0;
+    c->n_tiles = c->n_wanted = c->n_single = 0;
     for (int r = 0; r < n; ) {
         int end = r + 1;
         while (end < n && end - r < per_tile && batch->rows[end].sequence == batch->rows[r].sequence) end++;
         c->tiles[c->n_tiles++] = (struct tile){ r, end - r };
         r = end;
     }
+    /* single rows are computed in parts, as long as they are few */
+    while (c->n_single < c->n_tiles && c->tiles[c->n_single].n == 1) c->n_single++;
+    if ((size_t)c->n_single > c->split_tokens || c->m->by_token) c->n_single = 0;
+    for (int g = 0; g < KV_GROUPS; g++) plan_parts(c, g);
     for (int r = 0; r < n; r++)
         if (batch->rows[r].want == WANT_LOGITS) c->wanted[c->n_wanted++] = r;
     c->ffn.n = n;
@@ -954,7 +996,7 @@ static bool open_parts(struct cpu *c, const struct backend_options *o, struct er
     c->comm = o->comm;
     c->split_tokens = o->max_sequences < SPLIT_TOKENS ? (size_t)o->max_sequences : SPLIT_TOKENS;
     c->max_splits = (size_t)(o->max_seen / KV_SPLIT + 4);
-    size_t most = TEAM_PIECES / (c->max_splits * m->n_kv);
+    size_t most = TEAM_PIECES / 2 / (c->max_splits * m->n_kv);
     if (c->split_tokens > most) c->split_tokens = most;
     struct carver v = { NULL, 0 };
     carve_all(c, &v);
