@@ -401,3 +401,23 @@ bool conversation_add_known(struct conversation *c, const struct json_t *message
     }
     return true;
 }
+
+bool conversation_head(const struct conversation *c, size_t *n, struct error *e)
+{
+    struct conversation *two[2] = { NULL, NULL };
+    const struct ids *ids[2];
+    bool system = conversation_length(c) && strcmp(conversation_role(c, 0), "system") == 0, ok = true, told = true;
+    struct error why;
+    *n = 0;
+    for (int i = 0; i < 2 && ok; i++) {
+        ok = conversation_open(&two[i], c->chat, e)
+          && (!system || conversation_push(two[i], json_incref(json_array_get(c->messages, 0)), e))
+          && conversation_add(two[i], "user", i ? "b" : "a", 1, e);
+        told = ok && told && conversation_prompt(two[i], &ids[i], &why);
+    }
+    if (ok && told)
+        while (*n < ids[0]->len && *n < ids[1]->len && ids[0]->data[*n] == ids[1]->data[*n]) ++*n;
+    conversation_close(two[0]);
+    conversation_close(two[1]);
+    return ok;
+}

@@ -25,7 +25,7 @@ struct session {
     uint64_t replies;
     uint64_t again;                    /* how often the last reply was made again */
     int64_t prompted, reused;          /* tokens of all prompts, and those that were in the cache */
-    bool over;
+    bool over, slid;                   /* slid: it was told that old tokens are gone */
 };
 
 /* Text for the user; control characters are made visible. */
@@ -147,9 +147,12 @@ static bool take(void *user, int32_t id, size_t index, const float *logits, bool
 static bool make_prompt(struct session *s, struct error *e)
 {
     const struct ids *ids;
-    int64_t ctx = engine_ctx(s->in->engine);
+    const int32_t *held = sequence_tokens(s->sequence);
+    int64_t ctx = s->in->ctx, n = sequence_length(s->sequence), same = 0;
     if (!conversation_prompt(s->conversation, &ids, e)) return false;
-    if ((int64_t)ids->len > ctx && !s->options->window)
+    while (same < n && same < (int64_t)ids->len && held[same] == ids->data[same]) same++;
+    bool fits = (int64_t)ids->len <= ctx || (s->in->sinks && (int64_t)ids->len - same <= ctx - s->in->sinks);
+    if (!fits && !s->options->window)
         return fail(e, GEN_USAGE, "the chat would have %zu tokens with this message, but the context holds %lld: "
                                   "shorten the message, or /undo and /clear make room", ids->len, (long long)ctx);
     if (!ids->len) return fail(e, GEN_USAGE, "the chat template makes an empty prompt of this message");
@@ -174,7 +177,7 @@ static void tell_statistics(const struct session *s, const struct reply *r, size
     bool dim = s->in->color && isatty(STDERR_FILENO);
     if (dim) fputs("\033[2m", stderr);
     char of[32] = "";                  /* with --window the text has no bound */
-    if (!s->options->window) snprintf(of, sizeof of, " of %lld", (long long)engine_ctx(s->in->engine));
+    if (!s->options->window) snprintf(of, sizeof of, " of %lld", (long long)s->in->ctx);
     say("%sprompt %zu tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, context %zu%s%s",
         dim ? "" : "gen: ", n_prompt, (long long)r->reused,
         (double)((int64_t)n_prompt - r->reused) / (read > 0 ? read : 1e-9), s->tokens.len - n_prompt,
@@ -188,6 +191,8 @@ static bool compute(struct session *s, struct reply *r, struct sampler *sampler,
 {
     const struct options *o = s->options;
     size_t n_prompt = s->tokens.len;
+    int64_t most = s->in->ctx - s->in->sinks, limit = o->predict;
+    if (s->in->sinks && (limit < 0 || limit > most)) limit = most;     /* or it might never end */
     r->begun = now_seconds();
     if (!sequence_sync(s->sequence, s->tokens.data, (int64_t)n_prompt, &r->reused, stop, e)) return false;
     s->in->progress("prefill", 1);
@@ -195,7 +200,7 @@ static bool compute(struct session *s, struct reply *r, struct sampler *sampler,
     s->prompted += (int64_t)n_prompt;
     s->reused += r->reused;
     struct answer a = { .sequence = s->sequence, .engine = s->in->engine, .sampler = sampler,
-                        .tokenizer = s->in->tokenizer, .limit = o->predict, .ignore_end = o->ignore_eos,
+                        .tokenizer = s->in->tokenizer, .limit = limit, .ignore_end = o->ignore_eos,
                         .lookup = o->lookup, .stop = stop, .take = take, .user = r };
     if (!answer_reserve(&a, &s->tokens, e) || !display_begin(&r->display, e)) return false;
     struct error later;
@@ -235,7 +240,12 @@ static bool reply(struct session *s, bool *said, struct error *e)
                                     text->len ? text->data : "", text->len, e);
     if (ok && r.finish_reason && strcmp(r.finish_reason, "context") == 0)
         say("The context of %lld tokens is full, so the reply ends here: /undo takes the last message back, /clear "
-            "begins anew, --ctx-size gives more room.", (long long)engine_ctx(s->in->engine));
+            "begins anew, --ctx-size gives more room.", (long long)s->in->ctx);
+    if (ok && s->in->sinks && !s->slid && sequence_evicted(s->sequence) > 0) {
+        s->slid = true;
+        say("The context of %lld tokens is full: from now on the oldest tokens go, but for the first %d with the system "
+            "message. /clear begins anew, --ctx-size gives more room.", (long long)s->in->ctx, s->in->sinks);
+    }
     stream_close(r.stream);
     sampler_close(sampler);
     return ok;
@@ -448,7 +458,7 @@ static bool command_tokens(struct session *s, const char *arg, struct error *e)
     struct bytes line = { 0 };
     bool ok = true;
     say("%zu of %lld tokens of context are in use; /tokens N shows the last N.", held,
-        (long long)engine_ctx(s->in->engine));
+        (long long)s->in->ctx);
     for (size_t i = n < held ? held - n : 0; ok && i < held; i++) {
         struct gguf_str text = tokenizer_piece(s->in->tokenizer, ids[i], true);
         line.len = 0;
@@ -473,7 +483,7 @@ static bool command_kv(struct session *s, const char *arg, struct error *e)
     say("[%s]", picture);
     say("%lld tokens in %d page%s of %lld; %.1f of %.1f MB, %zu bytes a token", (long long)sequence_length(s->sequence),
         kv.pages, kv.pages == 1 ? "" : "s",
-        (long long)(o->layout == KV_PAGED ? o->page_size : engine_ctx(s->in->engine)), 1e-6 * used, 1e-6 * reserved,
+        (long long)(o->layout == KV_PAGED ? o->page_size : s->in->ctx), 1e-6 * used, 1e-6 * reserved,
         kv.bytes_per_token);
     say("%lld of the %lld tokens of all prompts were in the cache; %lld tokens are evicted", (long long)s->reused,
         (long long)s->prompted, (long long)sequence_evicted(s->sequence));
@@ -597,7 +607,7 @@ static void tell_beginning(const struct session *s)
     if (s->options->quiet || !lines_editing(s->lines)) return;
     say("%.*s%scontext of %lld tokens. /help lists the commands; Ctrl-C stops a reply, Ctrl-D ends the chat.",
         (int)(name.len < 80 ? name.len : 80), name.len ? name.ptr : "", name.len ? ", " : "",
-        (long long)engine_ctx(s->in->engine));
+        (long long)s->in->ctx);
 }
 
 /* Messages that were given may end with one of the user. */

@@ -498,7 +498,7 @@ static struct splits splits_of(const struct cpu *c, const struct kv_view *v, int
 {
     int64_t from = kv_window_range(c->batch->rows[row].pos, v->sinks, v->window).first;
     int64_t last = c->batch->rows[row + n - 1].pos;
-    int64_t sinks = last + 1 < v->sinks ? last + 1 : v->sinks;
+    int64_t sinks = kv_sink_range(last, v->sinks, v->window).last + 1;
     struct splits s = { (int)((sinks + KV_SPLIT - 1) / KV_SPLIT), (int)(from / KV_SPLIT), 0 };
     s.count = s.sinks + (last < from ? 0 : (int)(last / KV_SPLIT) - s.first + 1);
     return s;

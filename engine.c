@@ -589,11 +589,15 @@ static struct kvstore_block last_block(int64_t n, const uint8_t key[KV_KEY])
     return b;
 }
 
-/* Goes on to the next block of the text. */
-static void next_block(struct kvstore_block *b, const int32_t *tokens)
+/* Goes on to the next block of the text. The window option counts from the first block on of which a token does not see
+ * all before it: what comes earlier is the same with any window, or none. */
+static void next_block(const struct engine *g, struct kvstore_block *b, const int32_t *tokens)
 {
+    int32_t window[KV_BLOCK] = { g->sinks[KV_GLOBAL], g->window[KV_GLOBAL] };
     memcpy(b->parent, b->key, KV_KEY);
     b->index++;
+    if (window[1] && b->index == ((int64_t)window[0] + window[1]) / KV_BLOCK)
+        kv_block_key(b->key, window, b->parent);
     b->tokens = tokens + b->index * KV_BLOCK;
     kv_block_key(b->parent, b->tokens, b->key);
 }
@@ -603,7 +607,7 @@ static void put_blocks(const struct sequence *s, struct kvstore *k, struct kvsto
 {
     const struct engine *g = s->g;
     while ((b->index + 2) * KV_BLOCK <= n) {
-        next_block(b, s->tokens);
+        next_block(g, b, s->tokens);
         if (!(engine_block_needs(g, b->index, (b->index + 1) * KV_BLOCK) & ~k->find(k, b))) continue;
         b->parts = sequence_read_block(s, b->index, g->block);
         b->data = g->block;
@@ -666,7 +670,7 @@ void sequence_restore(struct sequence *s, struct kvstore *k, const uint8_t root[
     struct kvstore_block b = last_block(0, root), *chain = most > from ? malloc((size_t)most * sizeof *chain) : NULL;
     if (!chain) return;
     for (bool missing = false; found < most && !missing; found += !missing) {
-        next_block(&b, tokens);
+        next_block(g, &b, tokens);
         b.parts = found < from ? KV_ALL_PARTS : k->find(k, &b);
         b.bytes = engine_block_bytes(g, found, b.parts);
         chain[found] = b;
@@ -919,7 +923,7 @@ void engine_root_key(const struct engine *g, const uint8_t model[KV_KEY], uint8_
 {
     const struct model *m = g->m;
     int32_t all[] = { KV_NUMERICS, KV_BLOCK, g->o.type_k, g->o.type_v, m->n_layer, m->n_kv, m->head_k, m->head_v,
-                      m->rope_order, g->sinks[KV_GLOBAL], g->window[KV_GLOBAL], g->window[KV_LOCAL] };
+                      m->rope_order, g->window[KV_LOCAL] };
     struct sha256_ctx c;
     sha256_init(&c);
     hash_text(&c, "gen kv");

@@ -48,6 +48,8 @@ struct program {
     struct engine *engine;
     struct kvstore *store;             /* the cache on disk; NULL = none */
     uint8_t fingerprint[32], root[KV_KEY];         /* of the model file; of all that the store's blocks depend on */
+    int64_t ctx;                       /* tokens of context, the window's included */
+    int sinks;                         /* in a chat: tokens that stay when the context is full; 0 = it ends there */
     struct sequence *sequence;
     struct sampler *sampler;
     struct stream *stream;
@@ -406,11 +408,21 @@ static void note_approximations(const struct program *p, const struct engine_opt
     const struct model *m = p->model;
     if (kv_sealed(eo->type_k) || kv_sealed(eo->type_v))
         note(p, "the cache is approximate: keys %s, values %s", kv_type_name(eo->type_k), kv_type_name(eo->type_v));
-    if (eo->window)
+    if (p->o.window)
         note(p, "the cache is approximate: the last %d tokens and the first %d are kept", eo->window, eo->sinks);
     if (m->all_kv < m->file_kv)
         note(p, "the model is approximate: its %d key/value heads are averaged to %d, without the training that this "
                 "asks for", m->file_kv, m->all_kv);
+}
+
+/* A chat whose context is full goes on without its oldest tokens; until then nothing is different. */
+static struct engine_options sliding(const struct program *p, struct engine_options eo)
+{
+    if (p->sinks && p->sinks <= eo.ctx / 2) {
+        eo.sinks = p->sinks;
+        eo.window = (int)(eo.ctx - p->sinks);
+    }
+    return eo;
 }
 
 /* Opens the engine for the prompt and a context of `asked` tokens; 0 = the model's, or as many as memory allows, which
@@ -421,14 +433,15 @@ static bool open_engine(struct program *p, int64_t asked, struct error *e)
     char a[32];
     if (!choose_context(p, asked, &ctx, e) || !prompt_fits(p, ctx, e)) return false;
     struct engine_options eo = engine_options(p, ctx);
-    while (!engine_open(&p->engine, p->model, &eo, e)) {
-        if (asked || eo.window || p->comm || e->code != GEN_RUN || eo.ctx < 2 * KV_BLOCK) return false;
+    while (p->ctx = eo.ctx, eo = sliding(p, eo), !engine_open(&p->engine, p->model, &eo, e)) {
+        if (asked || p->o.window || p->comm || e->code != GEN_RUN || eo.ctx < 2 * KV_BLOCK) return false;
         eo.ctx = eo.ctx / 2 / KV_BLOCK * KV_BLOCK;
     }
     progress("loading", 1);
     if (!asked && eo.ctx < p->model->n_ctx)
         note(p, "the context is lowered from the model's %d to %lld tokens, whose cache fits the memory %s",
              p->model->n_ctx, (long long)eo.ctx, p->o.kv_memory ? "that --kv-memory gives" : "available");
+    if (p->sinks && !eo.window) p->sinks = 0;
     note_approximations(p, &eo);
     const struct backend *b = engine_backend(p->engine);
     p->result.load_s = now_seconds() - p->begun;
@@ -463,13 +476,15 @@ static bool find_fingerprint(struct program *p, struct kvstore *k, struct error 
 static bool settings_text(const struct program *p, struct bytes *out)
 {
     const struct options *o = &p->o;
+    bool slides = p->session && p->sinks;
     const struct backend *b = engine_backend(p->engine);
     return bytes_printf(out, "{\"gen\": \"%s\", \"backend\": \"%s\", \"isa\": \"%s\", \"type_k\": \"%s\", "
                         "\"type_v\": \"%s\", \"layout\": \"%s\", \"page_size\": %d, \"rope_freq_base\": %.17g, "
                         "\"rope_scale\": %.17g, \"window\": %d, \"sinks\": %d}", GEN_VERSION, b->name, b->isa,
                         kv_type_name(o->type_k), kv_type_name(o->type_v),
                         o->layout == KV_PAGED ? "paged" : "contiguous", o->page_size, o->rope_freq_base,
-                        o->rope_scale, o->window, o->window ? o->sinks : 0);
+                        o->rope_scale, slides ? (int)p->ctx - p->sinks : o->window,
+                        slides ? p->sinks : o->window ? o->sinks : 0);
 }
 
 /* Opens the cache on disk that the options name, once the engine is there. What is wrong with it is told; the run then
@@ -690,6 +705,8 @@ static void print_summary(const struct program *p)
              human_bytes((double)kv.bytes_in, b));
 }
 
+enum { FEWEST_SINKS = 4 };             /* which models lean on */
+
 /* A chat that goes on; its own signals end it. */
 static bool run_session(struct program *p, struct error *e)
 {
@@ -699,11 +716,15 @@ static bool run_session(struct program *p, struct error *e)
         return fail(e, GEN_USAGE, "%s does nothing in a chat that goes on: give one message with -st",
                     o->json ? "--json" : "--display-prompt");
     if (!options_given(o, "predict")) o->predict = -1;
+    size_t head = 0;
+    bool slides = !o->window && o->layout == KV_PAGED && !o->no_kv_cache;
+    if (slides && !conversation_head(p->conversation, &head, e)) return false;
+    p->sinks = !slides ? 0 : head < FEWEST_SINKS ? FEWEST_SINKS : head < INT_MAX ? (int)head : INT_MAX;
     if (!open_model(p, o->ctx, e) || !choose_seed(p, e) || !open_engine(p, o->ctx, e)) return false;
     if (!open_store(p, e) || !sequence_open(&p->sequence, p->engine, e)) return false;
     struct chat_session session = {
         .options = o, .tokenizer = p->tokenizer, .engine = p->engine, .conversation = p->conversation,
-        .sequence = p->sequence, .save = save_chat, .load = load_chat, .user = p,
+        .sequence = p->sequence, .ctx = p->ctx, .sinks = p->sinks, .save = save_chat, .load = load_chat, .user = p,
         .first = o->text || o->prompt || o->file ? p->prompt.data : NULL, .n_first = p->prompt.len,
         .once = o->single_turn, .color = use_color(p), .terminal = on_terminal(p),
         .read_file = input_read, .progress = progress,

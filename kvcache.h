@@ -149,19 +149,20 @@ KV_INLINE unsigned char *kv_v_tile(const struct kv_slots *v, int layer, int head
 }
 
 /* What the query at position `pos` sees: two ranges of tokens, [first, last] each (empty: last < first), and the
- * position that the query is turned to for each. Sinks are looked at as from the position where they would be `window`
+ * position that the query is turned to for each. As long as all tokens are seen the second range alone holds them, so
+ * that a window changes nothing before it is full. Sinks are looked at as from the position where they would be `window`
  * away, however far the text has gone on since: they look as near as they lie in the cache (Xiao et al. 2023,
  * "Efficient Streaming Language Models"). */
 struct kv_range { int64_t first, last, query; };
 KV_INLINE struct kv_range kv_sink_range(int64_t pos, int sinks, int window)
 {
     int64_t far = (int64_t)sinks + window - 1;
-    return (struct kv_range){ 0, pos < sinks ? pos : (int64_t)sinks - 1, pos < far ? pos : far };
+    return pos <= far ? (struct kv_range){ 0, -1, pos } : (struct kv_range){ 0, (int64_t)sinks - 1, far };
 }
 KV_INLINE struct kv_range kv_window_range(int64_t pos, int sinks, int window)
 {
-    int64_t first = window > 0 && pos >= window ? pos - window + 1 : 0;
-    return (struct kv_range){ first < sinks ? sinks : first, pos, pos };
+    int64_t far = (int64_t)sinks + window - 1;
+    return (struct kv_range){ window > 0 && pos > far ? pos - window + 1 : 0, pos, pos };
 }
 
 /* ---- the page pool: pages and tables (kvcache.c), the index (kvcache_index.c), tiers (kvcache_tier.c) --------------- */

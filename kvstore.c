@@ -46,8 +46,8 @@ enum {
     PAGE = 32768,                      /* bytes of a database page: large, for rows of a hundred kilobytes and more */
     WAIT_MS = 1000                     /* for another process's transaction */
 };
-#define TRANSACTION ((uint64_t)16 << 20)           /* bytes of one transaction, and of the write-ahead log, at most */
-#define LOG ((uint64_t)128 << 20)
+#define TRANSACTION ((uint64_t)16 << 20)           /* most bytes of one transaction */
+#define LOG ((uint64_t)32 << 20)                   /* the write-ahead log is worked off when it has so many bytes */
 
 /* A block's use is the time of the prompt that used it less its index, so a block was never used before its parent: the
  * least recently used one is always the last of a prefix. The data has a table of its own, since a change of `used`
@@ -89,7 +89,6 @@ struct database {
     sqlite3_stmt *statements[STATEMENTS];
     uint64_t limit;                    /* bytes of database pages in use */
     uint64_t most;                     /* bytes of a transaction */
-    uint64_t log, log_most;            /* bytes of the write-ahead log, and from which on it is worked off */
     uint64_t pending;                  /* bytes of the transaction that is open */
     bool writing;                      /* a transaction is open */
     bool off;                          /* nothing is done any more */
@@ -219,31 +218,11 @@ static void roll_back(struct database *d)
     d->pending = 0;
 }
 
-static int note_log(void *user, sqlite3 *db, const char *schema_name, int pages)
-{
-    (void)db;
-    (void)schema_name;
-    ((struct database *)user)->log = (uint64_t)pages * PAGE;
-    return SQLITE_OK;
-}
-
-/* The log is worked off here alone, without waiting for others. SQLite would do so whenever the last process ends, and
- * where none does, the log would only grow: how far it is worked off is forgotten between processes. */
-static void work_off_log(struct database *d)
-{
-    sqlite3_busy_timeout(d->db, 0);
-    int rc = sqlite3_wal_checkpoint_v2(d->db, NULL, SQLITE_CHECKPOINT_TRUNCATE, NULL, NULL);
-    sqlite3_busy_timeout(d->db, WAIT_MS);
-    if (rc != SQLITE_OK && (rc & 0xff) != SQLITE_BUSY && (rc & 0xff) != SQLITE_LOCKED) failed(d, rc);
-    d->log = 0;
-}
-
 static void commit(struct database *d)
 {
     if (d->writing && (d->off || !run(d, COMMIT))) roll_back(d);
     d->writing = false;
     d->pending = 0;
-    if (d->log > d->log_most && !d->off) work_off_log(d);
 }
 
 static int64_t use_of(struct database *d, int64_t index)
@@ -420,7 +399,7 @@ static void db_close(struct kvstore *k)
     roll_back(d);
     /* The limit was lowered: the file becomes shorter. */
     if (d->ours && !d->off && pragma(d, "PRAGMA page_count", &pages) && (uint64_t)pages * PAGE > d->limit + d->most)
-        execute(d, "PRAGMA incremental_vacuum"), work_off_log(d);
+        execute(d, "PRAGMA incremental_vacuum");
     for (int i = 0; i < STATEMENTS; i++) sqlite3_finalize(d->statements[i]);
     sqlite3_close(d->db);
     if (d->damaged) remove_database(d);
@@ -471,9 +450,8 @@ static bool prepare(struct database *d)
     int64_t application, version, tables = 0, page = 0;
     sqlite3_extended_result_codes(d->db, 1);
     sqlite3_busy_timeout(d->db, WAIT_MS);
-    sqlite3_db_config(d->db, SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1, NULL);
     sqlite3_db_config(d->db, SQLITE_DBCONFIG_DEFENSIVE, 1, NULL);
-    sqlite3_wal_hook(d->db, note_log, d);              /* in place of checkpoints at every commit */
+    sqlite3_wal_autocheckpoint(d->db, (int)((d->limit / 8 < LOG ? d->limit / 8 : LOG) / PAGE) + 1);
     if (!execute(d, "PRAGMA mmap_size=0; PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; PRAGMA synchronous=OFF;"
                  "PRAGMA temp_store=MEMORY") || !pragma(d, "PRAGMA application_id", &application)) return false;
     if (!application && !pragma(d, "SELECT count(*) FROM sqlite_master", &tables)) return false;
@@ -513,7 +491,6 @@ struct kvstore *kvstore_open(const char *dir, uint64_t limit, void (*tell)(void 
     d->path = path;
     d->dir = -1;
     d->limit = limit / 4 * 3;          /* the rest is left to the write-ahead log */
-    d->log_most = limit / 8 < LOG ? limit / 8 : LOG;
     d->most = limit / 16 < TRANSACTION ? limit / 16 : TRANSACTION;
     bool ok = make_files(d, dir);
     if (ok) {

@@ -50,7 +50,7 @@ def shown(gen, model, *args, **how):
 
 def chat(gen, model, *lines, args=(), **how):
     """A chat through a pipe: what it said, and its statistics lines as (prompt, cached, generated, context) tokens."""
-    r = gen.ok("--temp", "0", "-m", model, "--chat", *args, stdin="".join(line + "\n" for line in lines), **how)
+    r = gen.ok("--temp", "0", "-m", model, "--chat", *map(str, args), stdin="".join(line + "\n" for line in lines), **how)
     found = re.findall(r"prompt (\d+) tokens \((\d+) cached\).*generated (\d+) tokens.*context (\d+) of", r.err)
     return r.text, [tuple(map(int, numbers)) for numbers in found], r.err
 
@@ -306,10 +306,37 @@ def test_too_long_turns(gen, loop, chain):
     gen.refused("-q", "-m", chain, "-c", "64", "b" * 100, rc=2, says="64")
     # as long as the context: one token; and a context that runs full is told
     n = len(ids(gen, loop, "x"))
-    text, turns, err = chat(gen, loop, "x", "y", "/clear", "x", args=["-c", str(n)])
+    whole = ["--kv-layout", "contiguous"]                      # which cannot give back what is old
+    text, turns, err = chat(gen, loop, "x", "y", "/clear", "x", args=[*whole, "-c", str(n)])
     assert text == "a\na\n" and "is full" in err and f"the context holds {n}" in err
-    text, turns, err = chat(gen, loop, "x", args=["-c", str(n + 9)])
+    text, turns, err = chat(gen, loop, "x", args=[*whole, "-c", str(n + 9)])
     assert text == "abcd!abcd!\n" and "is full" in err
+
+
+@pytest.mark.parametrize("kind", ["f16", "int4"])
+def test_full_context(gen, rand, kind):
+    """The oldest tokens go, the system message stays; said once. Replies are those of a cold run with that window, and of
+    one without as long as all fits."""
+    said, sys = ["a" * 30, "b" * 40, "c" * 20, "/regen", "/undo", "d" * 50, "/kv"], ["-sys", "Be brief."]
+    args = ["-n", "40", "--ignore-eos", "-ctk", kind, "-ctv", kind, "--temp", "0"]
+    text, turns, err = chat(gen, rand, *said, args=[*args, *sys, "-c", "256"])
+    head = len(ids(gen, rand, *sys, "x")) - len("x") - 1 - len("\nassistant\n") - 1
+    sinks = int(re.search(r"context of 256 tokens is full.* first (\d+) with", err)[1])
+    assert err.count("is full") == 1 and sinks == head and turns[-1][3] > 256
+    assert int(re.search(r"(\d+) tokens are evicted", err)[1]) > 0
+    assert all(turn[1] > 100 for turn in turns[2:])            # no turn begins anew
+    # every reply with the window from the start: the same bits
+    windowed, _, _ = chat(gen, rand, *said, args=[*args, *sys, "-c", "256", "--window", 256 - sinks, "--sinks", sinks])
+    assert text == windowed
+    roomy, _, _ = chat(gen, rand, *said, args=[*args, *sys, "-c", "2048"])
+    n = sum(turn[3] <= 256 for turn in turns)
+    assert 1 <= n and roomy[:40 * n] == text[:40 * n] and roomy != text
+
+
+def test_endless_reply(gen, loop):
+    """A reply that does not end by itself ends when the context holds nothing but it."""
+    text, _, err = chat(gen, loop, "x", "y", args=["-c", "128"])
+    assert all(80 < len(reply) < 128 for reply in text.splitlines()) and "is full" in err
 
 
 def test_stop_strings(gen, chain):

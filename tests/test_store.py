@@ -108,11 +108,16 @@ def test_settings_do_not_mix(gen, models, tmp_path):
     other = tmp_path / "other"
     random_model(str(other), ctx=2048, seed=2, **MODELS["llama"])
     settings = [[], ["-ctk", "int8"], ["-ctv", "int8"], ["-ctk", "int8", "-ctv", "int8"], ["--rope-freq-base", 5e4],
-                ["--rope-scale", 2], ["--window", 64], ["--window", 64, "--sinks", 8], ["--window", 96]]
+                ["--rope-scale", 2]]
     isas = [isa for isa in ("generic", "avx2") if gen("--version", env={"GEN_ISA": isa}).rc == 0]
     for model, args, env in [(one, a, {}) for a in settings] + [(other, [], {}), *((one, [], {"GEN_ISA": i}) for i in isas)]:
         bits, cached = answer(gen, model, X, *args, "--prefix-cache", folder, env=env)
         assert cached == 0 and bits == cold(gen, model, X, *args, env=env), (model, args, env)
+    for window, sinks in ((64, 4), (64, 30), (96, 4), (160, 0), (192, 3)):      # the same up to where the window is full
+        args = ["--window", window, "--sinks", sinks]
+        bits, cached = answer(gen, one, X, *args, "--prefix-cache", folder)
+        assert cached == (window + sinks) // BLOCK * BLOCK and bits == cold(gen, one, X, *args), args
+        assert answer(gen, one, X, *args, "--prefix-cache", folder) == (bits, 192)
     for args in (["-t", 1], ["-b", 7], ["--page-size", 64], ["--kv-layout", "contiguous"], ["-c", 512], ["--no-mmap"], ["--lookup"]):
         assert answer(gen, one, X, *args, "--prefix-cache", folder) == (cold(gen, one, X), 192), args
     copy = tmp_path / "copy"
@@ -191,7 +196,7 @@ def test_file_of_another_run(gen, models, tmp_path):
     answer(gen, models / "llama", X, "--prompt-cache", file)
     for model, args, says in [
             ("window", [], "another model"), ("llama", ["-ctk", "int8"], "other settings"),
-            ("llama", ["--rope-scale", 2], "other settings"), ("llama", ["--window", 64], "other settings")]:
+            ("llama", ["--rope-scale", 2], "other settings")]:
         before = file.read_bytes()
         assert answer(gen, models / model, X, *args, "--prompt-cache", file, "--prompt-cache-ro", err=says) == (
             cold(gen, models / model, X, *args), 0)
