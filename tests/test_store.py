@@ -357,12 +357,16 @@ def damage(gen, models, tmp_path, times, seed):
     prompts = [X, X[:80] + text(2, 200), text(3, 400)]
     bits = [cold(gen, model, p) for p in prompts]
     whole, folder, told = tmp_path / "whole", tmp_path / "d", 0
-    for p in prompts:
-        answer(gen, model, p, "--prefix-cache", whole)
     checked = tmp_path / "checked"
+    answer(gen, model, prompts[0], "--prefix-cache", whole)
+    with contextlib.closing(sqlite3.connect(whole / "prefixes.db")) as db:
+        db.execute("SELECT * FROM model").fetchall()           # as long as it is open the log stays
+        for p in prompts[1:]:
+            answer(gen, model, p, "--prefix-cache", whole)
+        shutil.copytree(whole, tmp_path / "logged")
     shutil.copytree(whole, checked)
-    with contextlib.closing(sqlite3.connect(checked / "prefixes.db")) as db:
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    whole = tmp_path / "logged"
+    assert (whole / "prefixes.db-wal").stat().st_size > 200000 and os.listdir(checked) == ["prefixes.db"]
     for i in range(times):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree([whole, checked][i % 2], folder)
