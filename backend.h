@@ -12,7 +12,7 @@ enum want { WANT_NOTHING, WANT_LOGITS };
 struct row {
     int32_t token;
     int32_t sequence;                  /* index into the batch's views */
-    int64_t pos;                       /* absolute position; its key and value are written there */
+    int64_t pos;                       /* absolute position; its key and value go into row pos - view.gone */
     enum want want;
 };
 

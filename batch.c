@@ -499,9 +499,10 @@ static bool join(struct scheduler *b, struct task *t, struct error *e)
 {
     struct sequence *fork;
     struct task *best = NULL;
+    bool shares = !b->o.context->options->no_share && !b->o.context->options->evict;
     if (!t->sequence && !sequence_open(&t->sequence, b->o.engine, e)) return false;
     int64_t most = sequence_reuse(t->sequence, t->tokens.data, (int64_t)t->tokens.len), reused = most;
-    for (int i = 0; i < b->n_slots && !b->o.context->options->no_share; i++) {
+    for (int i = 0; i < b->n_slots && shares; i++) {
         int64_t n = b->slots[i]->joined ? alike(t, b->slots[i]) : 0;
         if (n > most) best = b->slots[i], most = n;
     }
@@ -514,6 +515,7 @@ static bool join(struct scheduler *b, struct task *t, struct error *e)
         sequence_cut(fork, most);
     }
     sequence_begin(t->sequence, t->tokens.data, (int64_t)t->tokens.len);
+    sequence_prompt_ends(t->sequence, (int64_t)t->request->prompt.len);
     reused = sequence_length(t->sequence);
     t->joined = true;
     if (!t->computed) t->shared = reused;
@@ -601,11 +603,13 @@ static int64_t owed(const struct scheduler *b, const struct task *t)
     return waits ? 0 : (int64_t)t->tokens.len - sequence_length(t->sequence);
 }
 
-static void add_work(struct scheduler *b, struct task *t, int rows)
+static void add_work(struct scheduler *b, struct task *t, int64_t rows)
 {
+    int64_t most = sequence_most(t->sequence);
+    if (rows > most) rows = most;
     const int32_t *tokens = t->tokens.data + sequence_length(t->sequence);
     bool last = rows == (int64_t)t->tokens.len - sequence_length(t->sequence);
-    b->work[b->n_work] = (struct work){ t->sequence, tokens, rows, last };
+    b->work[b->n_work] = (struct work){ t->sequence, tokens, (int)rows, last };
     b->owner[b->n_work++] = t;
 }
 
@@ -620,7 +624,7 @@ static int compose(struct scheduler *b)
     for (int i = 0; i < b->n_slots && left > rows; i++) {
         int64_t n = owed(b, b->slots[i]);
         if (n <= 1) continue;
-        add_work(b, b->slots[i], n < left - rows ? (int)n : left - rows);
+        add_work(b, b->slots[i], n < left - rows ? n : left - rows);
         rows += b->work[b->n_work - 1].n;
     }
     return rows;

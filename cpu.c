@@ -66,6 +66,7 @@ struct cpu {
     const struct batch *batch;         /* the forward pass under way */
     int n_tiles, n_wanted;
     int stage, layer;                  /* of the pass: see stages */
+    bool weighs;                       /* a sequence of the batch sums attention's mass */
 };
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
@@ -402,6 +403,9 @@ static const struct kv_view *view_of(const struct cpu *c, const struct cpu_layer
     return batch_view(c, r, l->group);
 }
 
+/* The row of the cache that row r of the batch takes. */
+static int64_t place_of(const struct cpu *c, const struct kv_view *v, int r) { return c->batch->rows[r].pos - v->gone; }
+
 /* dst = query head h of row r, for the sinks or for the window: bias, norm, RoPE, scale, the cache's basis. */
 static void make_query(const struct cpu *c, const struct cpu_layer *l, int r, int h, bool sinks, float *dst)
 {
@@ -431,29 +435,29 @@ static void make_queries(const struct cpu *c, const struct cpu_layer *l, int r)
 static void append(const struct cpu *c, const struct cpu_layer *l, int r, int h, float *tmp)
 {
     const struct model *m = c->m;
-    const struct row *row = &c->batch->rows[r];
     const struct kv_view *view = view_of(c, l, r);
     const struct kv_slots *to = kv_written(view);
+    int64_t place = place_of(c, view, r);
     const float *qkv = c->qkv + (size_t)r * qkv_width(m);
     const float *k = qkv + (size_t)m->n_head * m->head_k + (size_t)h * m->head_k;
     const float *v = qkv + (size_t)(m->n_head + m->n_kv) * m->head_k + (size_t)h * m->head_v;
     float *tv = tmp + m->head_k;
-    int half = m->rope_global.n / 2, t = (int)(row->pos % KV_BLOCK);
+    int half = m->rope_global.n / 2, t = (int)(place % KV_BLOCK);
     for (int i = 0; i < m->head_k; i++) tmp[i] = k[i] + (l->k_bias ? l->k_bias[h * m->head_k + i] : 0);
     for (int i = 0; i < m->head_v; i++) tv[i] = v[i] + (l->v_bias ? l->v_bias[h * m->head_v + i] : 0);
     if (l->k_norm) c->k->rms_norm(tmp, l->k_norm, m->head_k, m->norm_eps, tmp);
     c->k->rope(tmp, c->cs[l->group] + (size_t)r * half, c->sn[l->group] + (size_t)r * half, 2 * half, m->rope_order);
     if (kv_rotated(view->main.shape->type_k, true)) c->k->rotate(tmp, m->head_k);
     if (kv_rotated(view->main.shape->type_v, false)) c->k->rotate(tv, m->head_v);
-    c->k->put_key(kv_k_tile(to, l->index, h, row->pos), to->shape->type_k, tmp, m->head_k, t);
-    c->k->put_value(kv_v_tile(to, l->index, h, row->pos), to->shape->type_v, tv, m->head_v, t);
+    c->k->put_key(kv_k_tile(to, l->index, h, place), to->shape->type_k, tmp, m->head_k, t);
+    c->k->put_value(kv_v_tile(to, l->index, h, place), to->shape->type_v, tv, m->head_v, t);
 }
 
 /* Row r completes its block where it is the 32nd: seals the tiles of KV head h, all of whose rows are written. */
 static void seal(const struct cpu *c, const struct cpu_layer *l, int r, int h)
 {
     const struct kv_view *view = view_of(c, l, r);
-    int64_t pos = c->batch->rows[r].pos;
+    int64_t pos = place_of(c, view, r);
     if (!view->raw.shape || pos % KV_BLOCK != KV_BLOCK - 1) return;
     c->k->seal(kv_k_tile(&view->raw, l->index, h, pos), kv_k_tile(&view->main, l->index, h, pos),
                view->main.shape->type_k, c->m->head_k, true);
@@ -496,8 +500,8 @@ struct splits {
 
 static struct splits splits_of(const struct cpu *c, const struct kv_view *v, int row, int n)
 {
-    int64_t from = kv_window_range(c->batch->rows[row].pos, v->sinks, v->window).first;
-    int64_t last = c->batch->rows[row + n - 1].pos;
+    int64_t from = kv_window_range(place_of(c, v, row), v->sinks, v->window).first;
+    int64_t last = place_of(c, v, row + n - 1);
     int64_t sinks = kv_sink_range(last, v->sinks, v->window).last + 1;
     struct splits s = { (int)((sinks + KV_SPLIT - 1) / KV_SPLIT), (int)(from / KV_SPLIT), 0 };
     s.count = s.sinks + (last < from ? 0 : (int)(last / KV_SPLIT) - s.first + 1);
@@ -515,7 +519,7 @@ static void gather_queries(struct cpu *c, const struct cpu_layer *l, int row, in
     int g = group_size(c->m), size = g * c->m->head_k, stride = sinks ? c->m->n_head * c->m->head_k : qkv_width(c->m);
     const float *q = (sinks ? c->sink_q : c->qkv) + (size_t)row * stride + (size_t)h * size;
     for (int i = 0; i < n; i++) {
-        int64_t pos = c->batch->rows[row + i].pos;
+        int64_t pos = place_of(c, v, row + i);
         struct kv_range seen = sinks ? kv_sink_range(pos, v->sinks, v->window)
                                      : kv_window_range(pos, v->sinks, v->window);
         memcpy(qs->q + (size_t)i * size, q + (size_t)i * stride, sizeof(float) * size);
@@ -544,11 +548,10 @@ static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct 
 /* Splits, from the first one on, that rows r and r + 1 of two sequences find in the same pages and see all of. */
 static int shared_splits(const struct cpu *c, int group, int r)
 {
-    const struct row *rows = c->batch->rows;
     const struct kv_view *a = batch_view(c, r, group), *b = batch_view(c, r + 1, group);
-    int64_t pos = rows[r].pos < rows[r + 1].pos ? rows[r].pos : rows[r + 1].pos;
+    int64_t at = place_of(c, a, r), next = place_of(c, b, r + 1), pos = at < next ? at : next;
     int page = a->main.shape->page_size, n = (int)(pos / KV_SPLIT), i = 0;
-    if (a->sinks || (a->window && rows[r].pos + rows[r + 1].pos - pos >= a->window)) return 0;
+    if (a->sinks || (a->window && at + next - pos >= a->window)) return 0;
     if (a->raw.shape && a->raw.pages[0] != b->raw.pages[0]) return 0;
     for (; i < n; i++)
         for (int64_t p = (int64_t)i * KV_SPLIT / page; p <= ((int64_t)(i + 1) * KV_SPLIT - 1) / page; p++)
@@ -579,6 +582,23 @@ static void plan_parts(struct cpu *c, int group)
     }
     c->n_parts[group] = n;
     c->n_splits[group] = all;
+}
+
+/* Adds the softmax weights of the queries, whose m and l are those of all their keys, to the sums of KV head h. */
+static void add_mass(struct cpu *c, const struct cpu_layer *l, int row, int n, int h, struct queries *qs)
+{
+    const struct kv_view *v = view_of(c, l, row);
+    int g = group_size(c->m), n_q = n * g, i = 0;
+    while (i < n_q && c->batch->rows[row + i / g].pos < v->voters) i += g;
+    if (!v->mass || i == n_q) return;
+    for (int j = i; j < n_q; j++) {    /* a smaller sum is a greater weight */
+        int64_t before = v->prompt - 1 - c->batch->rows[row + j / g].pos;
+        qs->l1[j] = qs->l[j] / (float)(before > 0 ? pow(v->fade, (double)(before / KV_BLOCK)) : 1);
+    }
+    struct attend a = { v, l->index, h, n_q - i, qs->q + (size_t)i * c->m->head_k, qs->first + i, qs->last + i,
+                        qs->pos + i, 0, qs->last[n_q - 1] + 1, h, 0,
+                        c->m->attn_cap, qs->m + i, qs->l1 + i, NULL, qs->kernel };
+    c->k->mass(&a, v->mass + ((size_t)l->index * c->m->n_kv + h) * v->mass_rows);
 }
 
 /* Part i of the single rows' attention, for KV head h. */
@@ -645,6 +665,7 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, int tile, int 
             c->k->join(&qs.m[j], &qs.l[j], qs.o + (size_t)j * m->head_v, qs.m1[j], qs.l1[j],
                        qs.o1 + (size_t)j * m->head_v, m->head_v);
     }
+    add_mass(c, l, row, n, h, &qs);
     for (int i = 0; i < n_q; i++) {
         size_t at = (size_t)(row + i / g) * m->n_head + h * g + i % g;
         const float *o = qs.o + (size_t)i * m->head_v;
@@ -691,6 +712,31 @@ static void attend_piece(struct cpu *c, int i, int thread)
     int n_kv = c->m->n_kv, whole = whole_tiles(c);
     if (i < whole * n_kv) attend_tile(c, l, c->n_tiles - 1 - i / n_kv, i % n_kv, thread);      /* the longest first */
     else attend_part(c, l, i / n_kv - whole, i % n_kv, thread);
+}
+
+/* The maxima and sums of a single row's queries are known once all its parts are there. */
+static int mass_pieces(const struct cpu *c)
+{
+    return c->weighs && c->layers[c->layer].group == KV_GLOBAL ? c->n_single * c->m->n_kv : 0;
+}
+
+static void mass_piece(struct cpu *c, int i, int thread)
+{
+    const struct cpu_layer *l = &c->layers[c->layer];
+    int n_kv = c->m->n_kv, row = i / n_kv, h = i % n_kv, g = group_size(c->m);
+    int parts = splits_of(c, view_of(c, l, row), row, 1).count;
+    struct queries qs;
+    lay_out(c, thread, &qs);
+    for (int j = 0; j < g; j++) {
+        qs.m[j] = -INFINITY;
+        qs.l[j] = 0;
+        for (int k = 0; k < parts; k++) {
+            const float *p = part_at(c, row, h * g + j, k);
+            c->k->join(&qs.m[j], &qs.l[j], NULL, p[0], p[1], NULL, 0);
+        }
+    }
+    gather_queries(c, l, row, 1, h, false, &qs);
+    add_mass(c, l, row, 1, h, &qs);
 }
 
 static void append_piece(struct cpu *c, int r, int thread)
@@ -879,7 +925,7 @@ static void gather_piece(struct cpu *c, int i, int thread)
 }
 
 /* The stages of a forward pass; those from LAYER_FIRST to LAYER_LAST are gone through for each layer. */
-enum { LAYER_FIRST = 1, LAYER_LAST = 13 };
+enum { LAYER_FIRST = 1, LAYER_LAST = 14 };
 static const struct stage {
     int (*pieces)(const struct cpu *c);            /* 0: left out */
     void (*piece)(struct cpu *c, int i, int thread);
@@ -889,6 +935,7 @@ static const struct stage {
     { rows_of, append_piece },
     { seal_pieces, seal_piece },
     { attend_pieces, attend_piece },
+    { mass_pieces, mass_piece },
     { states_pieces, states_piece },
     { attended_pieces, attended_piece },
     { out_pieces, out_piece },
@@ -932,9 +979,11 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
         return fail(e, GEN_RUN, "%d rows want logits, but a batch gives at most %d", wanted, LOGIT_ROWS);
     c->batch = batch;
     c->n_tiles = c->n_wanted = c->n_single = 0;
+    c->weighs = false;
     for (int r = 0; r < n; ) {
         int end = r + 1;
         while (end < n && end - r < per_tile && batch->rows[end].sequence == batch->rows[r].sequence) end++;
+        c->weighs = c->weighs || batch->views[batch->rows[r].sequence][KV_GLOBAL].mass;
         c->tiles[c->n_tiles++] = (struct tile){ r, end - r };
         r = end;
     }

@@ -28,6 +28,7 @@ struct engine {
     void *block;                       /* room for a block on its way there */
     struct kv_memory memory;           /* of the pools */
     struct sequence *sequences;        /* all that are open */
+    uint64_t *scratch;                 /* [2 * mass_rows] of eviction */
     uint64_t forwards;                 /* forward passes so far: tells whether a sequence's logits are still there */
 };
 
@@ -36,6 +37,10 @@ struct sequence {
     struct kv_table main[KV_GROUPS], raw[KV_GROUPS];
     /* Tokens before these are gone but for the sinks, or for block 0. */
     int64_t dropped_main[KV_GROUPS], dropped_raw[KV_GROUPS];
+    /* Importance eviction, in the global layers: see struct kv_view. */
+    int64_t gone, voters, prompt_end;
+    uint64_t *mass;
+    int64_t evict_at;                  /* length at which it takes place next */
     int32_t *tokens;                   /* [ctx] */
     int64_t n;                         /* tokens whose keys and values are in the cache */
     int64_t prompt;                    /* tokens whose blocks are put into the store */
@@ -59,6 +64,12 @@ struct plan {
 
 /* Tokens behind a layer's window that are still kept, so that a rejected draft can be taken back. */
 enum { WINDOW_MARGIN = 2 * KV_BLOCK };
+
+/* Tokens after which an evicting sequence shrinks again, and the prompt's last ones, whose votes SnapKV counts. */
+enum { EVICT_EVERY = KV_BLOCK, VOTERS = KV_BLOCK };
+/* What a mass is worth EVICT_EVERY tokens later. */
+#define FADE_ATTENTION 0.875
+#define FADE_SNAPKV 0.5
 
 /* Tokens of a sequence with --window: its memory does not grow with them but for 4 bytes each and 4 bytes a page. */
 #define MOST_TOKENS ((int64_t)1 << 27)
@@ -151,6 +162,13 @@ bool engine_estimate(const struct model *m, const struct engine_options *o, stru
     return true;
 }
 
+static int64_t mass_rows(const struct engine *g) { return (g->ctx + KV_BLOCK - 1) / KV_BLOCK * KV_BLOCK; }
+static size_t mass_bytes(const struct engine *g)
+{
+    const struct kv_shape *s = &g->main[KV_GLOBAL].shape;
+    return g->o.evict ? (size_t)s->n_layer * s->n_kv * mass_rows(g) * sizeof(uint64_t) : 0;
+}
+
 static _Thread_local void (*progress_of_load)(const char *, double);
 static void load_progress(double done) { progress_of_load("loading", done); }
 
@@ -162,7 +180,9 @@ static bool open_backend(struct engine *g, const struct backend_options *o, stru
         return fail(e, GEN_USAGE, "--tensor-parallel divides a model over processors only: use --backend cpu");
     if (g->o.backend == BACKEND_CUDA && g->o.kv_offload)
         return fail(e, GEN_USAGE, "--kv-offload moves pages of the CPU backend only: use --backend cpu");
-    bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !g->o.kv_offload;
+    if (g->o.backend == BACKEND_CUDA && g->o.evict)
+        return fail(e, GEN_USAGE, "--evict is there on the CPU backend only: use --backend cpu");
+    bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !g->o.kv_offload && !g->o.evict;
     if (can && cuda_open(&g->b, g->m, o, &why)) return true;
     if (can) memcpy(g->note, why.text, sizeof g->note);
     if (g->o.backend == BACKEND_CUDA) return *e = why, false;
@@ -176,7 +196,7 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
     if (!g) return false;
     g->m = m;
     g->o = *o;
-    g->o.share = o->share && o->cache && o->layout == KV_PAGED;
+    g->o.share = o->share && o->cache && o->layout == KV_PAGED && !o->evict;
     if (!make_plan(m, o, &p, e)) goto bad;
     g->memory.limit = o->kv_memory ? o->kv_memory : SIZE_MAX;
     g->memory.folder = !o->kv_offload || strcmp(o->kv_offload, "host") ? o->kv_offload : "/var/tmp";
@@ -191,6 +211,8 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
     g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
     g->step = alloc_zeroed(o->max_sequences, sizeof *g->step, "the batch's parts", e);
     if (!g->rows || !g->views || !g->step) goto bad;
+    if (o->evict) g->scratch = reserve_bytes(2 * mass_rows(g) * sizeof *g->scratch, "eviction: lower --ctx-size", e);
+    if (o->evict && !g->scratch) goto bad;
     progress_of_load = o->progress;
     struct backend_options bo = { o->threads, g->max_rows, o->max_sequences, p.seen,
                                   o->progress ? load_progress : NULL, o->comm };
@@ -252,6 +274,7 @@ void engine_close(struct engine *g)
         kv_pool_close(&g->raw[i]);
     }
     if (g->b) g->b->close(g->b);
+    release_bytes(g->scratch, 2 * mass_rows(g) * sizeof *g->scratch);
     free(g->rows);
     free(g->views);
     free(g->step);
@@ -271,13 +294,16 @@ bool engine_check(const struct engine *g)
     return ok;
 }
 
+/* Rows of layer group k in the cache. */
+static int64_t rows_of(const struct sequence *s, int k) { return k == KV_GLOBAL ? s->n - s->gone : s->n; }
+
 /* Places of the sequence's last page in the group that hold no token yet, this one's share of a shared page. */
 static double unfilled(const struct sequence *s, int group)
 {
     const struct kv_table *t = &s->main[group];
     const struct kv_pool *p = &s->g->main[group];
     if (t->n == 0 || t->pages[t->n - 1] < 0) return 0;
-    return (double)((int64_t)t->n * p->shape.page_size - s->n) / p->pages[t->pages[t->n - 1]].refs;
+    return (double)((int64_t)t->n * p->shape.page_size - rows_of(s, group)) / p->pages[t->pages[t->n - 1]].refs;
 }
 
 struct kv_usage engine_kv_usage(const struct engine *g)
@@ -319,7 +345,9 @@ bool sequence_open(struct sequence **out, struct engine *g, struct error *e)
     s->next = g->sequences;
     if (s->next) s->next->before = s;
     g->sequences = s;
-    bool ok = s->tokens && s->keys;
+    if (g->o.evict) s->mass = reserve_bytes(mass_bytes(g), "attention's mass: lower --ctx-size", e);
+    s->evict_at = INT64_MAX;
+    bool ok = s->tokens && s->keys && (s->mass || !g->o.evict);
     for (int i = 0; i < KV_GROUPS && ok; i++)
         ok = kv_table_open(&s->main[i], &g->main[i], g->ctx, e) && kv_table_open(&s->raw[i], &g->raw[i], g->ctx, e);
     if (!ok) return sequence_close(s), false;
@@ -336,6 +364,7 @@ void sequence_close(struct sequence *s)
     }
     *(s->before ? &s->before->next : &s->g->sequences) = s->next;
     if (s->next) s->next->before = s->before;
+    release_bytes(s->mass, mass_bytes(s->g));
     release_bytes(s->tokens, s->g->ctx * sizeof *s->tokens);
     release_bytes(s->keys, s->g->ctx / KV_BLOCK * sizeof *s->keys);
     free(s);
@@ -345,6 +374,7 @@ int64_t sequence_length(const struct sequence *s) { return s->n; }
 
 int64_t sequence_evicted(const struct sequence *s)
 {
+    if (s->g->o.evict) return s->gone;
     int64_t kept = (int64_t)s->g->sinks[KV_GLOBAL] + s->g->o.window;
     return s->g->o.window > 0 && s->n > kept ? s->n - kept : 0;
 }
@@ -366,6 +396,8 @@ static int64_t resumable(const struct sequence *s, int64_t n)
 {
     const struct engine *g = s->g;
     if (n > s->n) n = s->n;
+    if (s->mass && n < s->n) return 0; /* what the tokens behind n looked at cannot be taken back */
+    if (s->gone) return n;
     for (int i = 0; i < KV_GROUPS; i++)
         if (!kv_table_holds(&s->raw[i], &g->raw[i], n / KV_BLOCK * KV_BLOCK, n)) n = n / KV_BLOCK * KV_BLOCK;
     for (int i = 0; i < KV_GROUPS; i++) {
@@ -381,10 +413,21 @@ static int64_t resumable(const struct sequence *s, int64_t n)
     return n;
 }
 
+/* Nothing is left of the sequence; what its tokens looked at is forgotten. */
+static void forget_mass(struct sequence *s)
+{
+    const struct kv_shape *shape = &s->g->main[KV_GLOBAL].shape;
+    for (int64_t i = 0; i < (int64_t)shape->n_layer * shape->n_kv; i++)
+        memset(s->mass + i * mass_rows(s->g), 0, rows_of(s, KV_GLOBAL) * sizeof *s->mass);
+    s->gone = 0;
+    s->evict_at = INT64_MAX;
+}
+
 int64_t sequence_cut(struct sequence *s, int64_t n)
 {
     n = resumable(s, n);
     if (n == s->n) return n;
+    if (s->mass) forget_mass(s);
     int64_t gone = s->n - n;
     if (s->prompt > n) s->prompt = n;
     if (s->stored > n / KV_BLOCK) s->stored = 0;
@@ -406,8 +449,8 @@ int64_t sequence_cut(struct sequence *s, int64_t n)
 static void drop_unreachable(struct sequence *s)
 {
     struct engine *g = s->g;
-    int64_t last = (s->n - 1) / KV_BLOCK * KV_BLOCK - KV_BLOCK;
     for (int i = 0; i < KV_GROUPS; i++) {
+        int64_t last = (rows_of(s, i) - 1) / KV_BLOCK * KV_BLOCK - KV_BLOCK;
         int64_t seen = kv_window_range(s->n, g->sinks[i], g->window[i]).first - WINDOW_MARGIN;
         int64_t page = g->main[i].shape.page_size;
         if (seen > s->dropped_main[i] && g->o.layout == KV_PAGED) {
@@ -549,8 +592,8 @@ static bool check_tokens(const struct sequence *s, const int32_t *tokens, int n,
 static void shrink(struct sequence *s)
 {
     for (int i = 0; i < KV_GROUPS; i++) {
-        kv_table_cut(&s->main[i], &s->g->main[i], s->n);
-        kv_table_cut(&s->raw[i], &s->g->raw[i], s->n);
+        kv_table_cut(&s->main[i], &s->g->main[i], rows_of(s, i));
+        kv_table_cut(&s->raw[i], &s->g->raw[i], rows_of(s, i));
     }
 }
 
@@ -570,8 +613,9 @@ static bool grow(struct sequence *s, int n, struct error *e)
 {
     struct engine *g = s->g;
     for (int i = 0; i < KV_GROUPS; i++) {
-        if (kv_table_grow(&s->main[i], &g->main[i], s->n, s->n + n) &&
-            kv_table_grow(&s->raw[i], &g->raw[i], s->n, s->n + n))
+        int64_t rows = rows_of(s, i);
+        if (kv_table_grow(&s->main[i], &g->main[i], rows, rows + n) &&
+            kv_table_grow(&s->raw[i], &g->raw[i], rows, rows + n))
             continue;
         shrink(s);
         return no_page(s, e);
@@ -647,6 +691,8 @@ bool engine_use_store(struct engine *g, struct kvstore *k, const uint8_t root[KV
 bool sequence_store(const struct sequence *s, struct kvstore *k, const uint8_t root[KV_KEY], struct error *e)
 {
     struct kvstore_block b = last_block(0, root);
+    if (s->gone)
+        return fail(e, GEN_RUN, "the cache has holes because of --evict, and cannot be kept for other texts");
     if (!room_for_block(s->g, e)) return false;
     put_blocks(s, k, &b, s->n);
     k->done(k);
@@ -668,7 +714,7 @@ void sequence_restore(struct sequence *s, struct kvstore *k, const uint8_t root[
     struct error ignored;
     int64_t from = s->n / KV_BLOCK, most = n / KV_BLOCK, found = 0;
     struct kvstore_block b = last_block(0, root), *chain = most > from ? malloc((size_t)most * sizeof *chain) : NULL;
-    if (!chain) return;
+    if (!chain || s->mass) return free(chain);
     for (bool missing = false; found < most && !missing; found += !missing) {
         next_block(g, &b, tokens);
         b.parts = found < from ? KV_ALL_PARTS : k->find(k, &b);
@@ -710,9 +756,46 @@ static void view(const struct sequence *s, struct kv_view out[KV_GROUPS])
 {
     const struct engine *g = s->g;
     for (int k = 0; k < KV_GROUPS; k++)
-        out[k] = (struct kv_view){ { &g->main[k].shape, g->main[k].base, s->main[k].pages },
-                                   { g->raw[k].n_pages ? &g->raw[k].shape : NULL, g->raw[k].base, s->raw[k].pages },
-                                   g->sinks[k], g->window[k] };
+        out[k] = (struct kv_view){
+            .main = { &g->main[k].shape, g->main[k].base, s->main[k].pages },
+            .raw = { g->raw[k].n_pages ? &g->raw[k].shape : NULL, g->raw[k].base, s->raw[k].pages },
+            .sinks = g->sinks[k], .window = g->window[k]
+        };
+    struct kv_view *v = &out[KV_GLOBAL];
+    v->gone = s->gone;
+    v->mass = s->mass;
+    v->mass_rows = mass_rows(g);
+    v->voters = s->voters;
+    v->prompt = s->prompt_end;
+    v->fade = g->o.evict == EVICT_SNAPKV ? FADE_SNAPKV : FADE_ATTENTION;
+}
+
+void sequence_prompt_ends(struct sequence *s, int64_t n)
+{
+    if (n <= s->n) return;             /* it was parked, and goes on */
+    s->evict_at = n;
+    s->voters = s->g->o.evict == EVICT_SNAPKV ? n - VOTERS : 0;
+    s->prompt_end = n;
+}
+
+int64_t sequence_most(const struct sequence *s) { return s->mass ? s->evict_at - s->n : INT64_MAX; }
+
+/* The sequence is at its prompt's end, or EVICT_EVERY tokens further: it shrinks to the budget. */
+static void evict(struct sequence *s)
+{
+    struct engine *g = s->g;
+    struct kv_view views[KV_GROUPS];
+    int64_t rows = rows_of(s, KV_GLOBAL);
+    struct kv_middle m = kv_middle_of(rows, g->o.budget);
+    int64_t more = m.end - m.begin - m.keep;
+    s->evict_at = s->n + EVICT_EVERY;
+    s->voters = 0;
+    view(s, views);
+    kv_compact(&views[KV_GLOBAL], &m, rows, g->scratch);
+    kv_table_remove(&s->main[KV_GLOBAL], &g->main[KV_GLOBAL], m.begin + m.keep, m.end);
+    kv_table_remove(&s->raw[KV_GLOBAL], &g->raw[KV_GLOBAL], m.begin + m.keep, m.end);
+    s->gone += more;
+    s->dropped_raw[KV_GLOBAL] -= more;
 }
 
 /* The pages are there, the numbers of rows fit. */
@@ -738,6 +821,7 @@ static bool run(struct engine *g, const struct work *w, int n, struct error *e)
         index_pages(s, s->n - w[i].n);
         store_prompt(s);
         drop_unreachable(s);
+        if (s->mass && s->n >= s->evict_at) evict(s);
     }
     return true;
 }
@@ -835,6 +919,7 @@ static bool extend(struct sequence *s, const int32_t *tokens, int64_t n, int64_t
     while (s->n < n) {
         if (stop && *stop) return true;
         int64_t most = n - first > 1 && g->chunk > LOGIT_ROWS ? LOGIT_ROWS : g->chunk, left = n - s->n;
+        if (left > sequence_most(s)) left = sequence_most(s);
         int rows = (int)(left < most ? left : most), wanted = s->n + rows > first ? (int)(s->n + rows - first) : 0;
         if (wanted > rows) wanted = rows;
         if (!engine_forward(g, &(struct work){ s, tokens + s->n, rows, wanted }, 1, e)) return false;
@@ -859,6 +944,7 @@ bool sequence_sync(struct sequence *s, const int32_t *tokens, int64_t n, int64_t
     int64_t same = sequence_reuse(s, tokens, n);
     if (same < n) sequence_begin(s, tokens, n);
     if (reused) *reused = s->n;
+    if (same < n) sequence_prompt_ends(s, n);
     return same == n || extend(s, tokens, n, n - 1, NULL, NULL, stop, e);
 }
 
@@ -867,6 +953,7 @@ bool sequence_score(struct sequence *s, const int32_t *tokens, int64_t n, int64_
 {
     if (!fits(s->g, n, e)) return false;
     sequence_cut(s, 0);
+    sequence_prompt_ends(s, first + 1);
     return extend(s, tokens, n, first, each, user, NULL, e);
 }
 
@@ -892,6 +979,7 @@ bool engine_step(struct engine *g, struct sequence *const *seqs, const int32_t *
 bool sequence_fork(struct sequence **out, const struct sequence *from, struct error *e)
 {
     struct sequence *s;
+    if (from->mass) return fail(e, GEN_RUN, "a sequence with --evict cannot be shared");
     if (!sequence_open(&s, from->g, e)) return false;
     memcpy(s->tokens, from->tokens, sizeof *s->tokens * from->n);
     for (int i = 0; i < KV_GROUPS; i++) {
@@ -964,7 +1052,7 @@ unsigned sequence_read_block(const struct sequence *s, int64_t block, void *out)
     unsigned parts = 0;
     int64_t pos = block * KV_BLOCK;
     unsigned char *at = out;
-    if (block < 0 || pos + KV_BLOCK > s->n) return 0;
+    if (block < 0 || pos + KV_BLOCK > s->n || s->gone) return 0;
     for (int i = 0; i < KV_GROUPS; i++) {
         bool kept = pos >= s->dropped_main[i] || pos < g->sinks[i];
         if (!g->main[i].n_pages || !kept || !kv_table_holds(&s->main[i], &g->main[i], pos, pos + KV_BLOCK)) continue;
@@ -986,6 +1074,7 @@ bool sequence_write_block(struct sequence *s, const int32_t tokens[KV_BLOCK], co
     const unsigned char *at = in;
     int64_t pos = s->n;
     if (pos % KV_BLOCK) return fail(e, GEN_RUN, "a block cannot be put after %lld tokens", (long long)pos);
+    if (s->mass) return fail(e, GEN_RUN, "a block cannot be put into a sequence that evicts");
     if (!check_tokens(s, tokens, KV_BLOCK, e)) return false;
     for (int i = 0; i < KV_GROUPS; i++) {
         bool part = parts >> i & 1, raw = part && has_raw(g, i, pos / KV_BLOCK);

@@ -18,6 +18,9 @@ struct engine_options {
     int page_size;                     /* tokens, multiple of KV_BLOCK; paged only */
     enum kv_type type_k, type_v;
     int window, sinks;                 /* keep the last `window` tokens and the first `sinks`; window 0 = keep all */
+    enum kv_evict evict;               /* importance eviction down to `budget` tokens per layer and head; paged, pages of
+                                        * KV_BLOCK, no window */
+    int64_t budget;                    /* >= KV_BUDGET_LEAST */
     bool cache;                        /* false: --no-kv-cache, everything is computed again at each step */
     bool share;                        /* sequences find each other's full pages by their tokens (paged only) */
     size_t kv_memory;                  /* bytes of pages in memory at most; 0 = what the context may need */
@@ -102,6 +105,11 @@ bool sequence_extend(struct sequence *s, const int32_t *tokens, int n, struct er
 /* A second sequence with the same tokens, and the same logits as long as those last. It shares all pages: whoever
  * writes to a shared one gets a copy of his own first. */
 bool sequence_fork(struct sequence **out, const struct sequence *from, struct error *e);
+/* With eviction: a prompt ends after n tokens, more than the sequence holds. Nothing goes before that, and something may
+ * go then and every KV_BLOCK tokens. sequence_sync and sequence_score say it themselves. */
+void sequence_prompt_ends(struct sequence *s, int64_t n);
+/* Tokens that one forward pass may add: it must not go past a length at which something may go. */
+int64_t sequence_most(const struct sequence *s);
 /* Drops all tokens from position n on, and as many before it as have lost what the next token needs: none as long as n
  * lies within the last EXTEND_ROWS tokens. Returns the length that is left. */
 int64_t sequence_cut(struct sequence *s, int64_t n);
@@ -111,7 +119,7 @@ int64_t sequence_cut(struct sequence *s, int64_t n);
 const float *sequence_logits(const struct sequence *s);
 const float *sequence_logits_at(const struct sequence *s, int64_t pos);
 int64_t sequence_length(const struct sequence *s);
-/* Tokens that no new token sees any more, because of the window option. */
+/* Tokens that no new token sees any more, because of the window option or, per layer and head, of eviction. */
 int64_t sequence_evicted(const struct sequence *s);
 const int32_t *sequence_tokens(const struct sequence *s);
 

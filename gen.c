@@ -317,7 +317,7 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
         .ctx = ctx, .batch = p->o.batch, .threads = p->o.threads, .backend = p->o.backend,
         .max_sequences = p->o.mode == MODE_BATCH ? p->o.parallel : 1, .layout = p->o.layout,
         .page_size = p->o.page_size, .type_k = p->o.type_k, .type_v = p->o.type_v, .window = p->o.window,
-        .sinks = p->o.sinks, .cache = !p->o.no_kv_cache, .share = !p->o.no_share,
+        .sinks = p->o.sinks, .evict = p->o.evict, .budget = p->o.budget, .cache = !p->o.no_kv_cache, .share = !p->o.no_share,
         .kv_memory = (size_t)p->o.kv_memory, .kv_offload = p->o.kv_offload,
         .progress = progress, .comm = p->o.data_parallel ? NULL : p->comm,
     };
@@ -390,7 +390,7 @@ static bool choose_context(struct program *p, int64_t asked, int64_t *ctx, struc
         return fail(e, GEN_RUN, "a context of %lld tokens needs %zu bytes (%s) for its cache, more than the %s %s: "
                                 "lower --ctx-size or choose smaller types with -ctk and -ctv", (long long)asked,
                     need.bytes_reserved, human_bytes((double)need.bytes_reserved, b), a, whose);
-    if (asked > m->n_ctx)
+    if (asked > m->n_ctx && !eo.window)
         note(p, "warning: the model was made for %d tokens, fewer than --ctx-size %lld", m->n_ctx, (long long)asked);
     return true;
 }
@@ -410,6 +410,9 @@ static void note_approximations(const struct program *p, const struct engine_opt
         note(p, "the cache is approximate: keys %s, values %s", kv_type_name(eo->type_k), kv_type_name(eo->type_v));
     if (p->o.window)
         note(p, "the cache is approximate: the last %d tokens and the first %d are kept", eo->window, eo->sinks);
+    if (eo->evict)
+        note(p, "the cache is approximate: of each layer and head %lld tokens are kept",
+             (long long)eo->budget / KV_BLOCK * KV_BLOCK);
     if (m->all_kv < m->file_kv)
         note(p, "the model is approximate: its %d key/value heads are averaged to %d, without the training that this "
                 "asks for", m->file_kv, m->all_kv);
@@ -703,6 +706,8 @@ static void print_summary(const struct program *p)
         note(p, "%s of the cache lie in the file of --kv-offload; moved there %s, back %s",
              human_bytes((double)kv.bytes_slow, c), human_bytes((double)kv.bytes_out, a),
              human_bytes((double)kv.bytes_in, b));
+    if (p->o.verbose && (p->o.window || p->o.evict))
+        note(p, "%lld tokens were evicted", (long long)sequence_evicted(p->sequence));
 }
 
 enum { FEWEST_SINKS = 4 };             /* which models lean on */
@@ -915,11 +920,14 @@ static bool read_scored(struct program *p, const char *path, struct error *e)
     return true;
 }
 
-/* The tokens of a window of a scored text. */
+/* The tokens of a window of a scored text. With --window it may be longer than the model's context: all of the text at
+ * most, which then streams through. */
 static bool choose_window(const struct program *p, int64_t preset, int64_t *window, struct error *e)
 {
-    int64_t most = p->model->n_ctx;
+    int64_t most = p->model->n_ctx, text = (int64_t)p->tokens.len;
     *window = options_given(&p->o, "ctx-size") ? p->o.ctx ? p->o.ctx : most : preset;
+    if (p->o.window && *window > text) *window = text;
+    if (p->o.window && text > most) most = text;
     return (*window >= 4 && *window <= most)
         || fail(e, GEN_USAGE, "--ctx-size %lld is not possible as the size of a window: it takes 4 to %d tokens, the "
                               "model's context", (long long)*window, p->model->n_ctx);

@@ -55,7 +55,7 @@ struct attend {
     int n_q;                           /* query rows */
     const float *q;                    /* [n_q][head_k], already scaled */
     const int64_t *first, *last;       /* [n_q] keys that a row sees, inclusive; none where last < first */
-    const int64_t *pos;                /* [n_q] the rows' own positions, rising */
+    const int64_t *pos;                /* [n_q] the rows' own places in the cache, rising */
     int64_t begin, end;                /* the split: keys [begin, end), begin a multiple of KV_SPLIT */
     int next_head;                     /* what is likely to be read after it, for the processor's caches: the keys */
     int64_t next;                      /* from there on, of this KV head */
@@ -109,6 +109,9 @@ struct kernels {
     void (*seal)(const void *raw, void *tile, enum kv_type type, int n, bool keys);
     /* Attention of n_q query rows over one split of keys: see struct attend. */
     void (*attend)(const struct attend *a);
+    /* Adds to mass[key], key in [begin, end), the softmax weights that the rows give it, in 2^-32 and by atomic adds;
+     * the rows' maxima m and sums l are those of all their keys, joined. */
+    void (*mass)(const struct attend *a, uint64_t *mass);
     /* Joins the split (m1, l1, o1[n]) to the splits before it (m, l, o); an empty state is m = -inf, l = 0, o = 0.
      * Splits are joined in rising order of their keys. */
     void (*join)(float *m, float *l, float *o, float m1, float l1, const float *o1, int n);

@@ -207,6 +207,15 @@ void kv_table_drop(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t 
     for (int i = pages_for(p, from); i < end && i < t->n; i++) give_back(p, &t->pages[i]);
 }
 
+void kv_table_remove(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to)
+{
+    if (p->n_pages == 0 || to <= from) return;
+    int first = (int)(from / p->shape.page_size), end = (int)(to / p->shape.page_size);
+    for (int i = first; i < end; i++) give_back(p, &t->pages[i]);
+    memmove(t->pages + first, t->pages + end, (t->n - end) * sizeof *t->pages);
+    t->n -= end - first;
+}
+
 bool kv_table_holds(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to)
 {
     if (p->n_pages == 0 || to <= from) return true;

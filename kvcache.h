@@ -122,6 +122,13 @@ struct kv_view {
     struct kv_slots raw;               /* pages of one block, raw types; shape NULL where no type is sealed */
     int sinks, window;                 /* a query sees the first `sinks` tokens and the last `window` (its own is one);
                                         * 0 = all */
+    int64_t gone;                      /* rows that importance eviction took out: position p lies in row p - gone */
+    uint64_t *mass;                    /* [n_layer][n_kv][mass_rows] softmax weight that queries gave to each row, in
+                                        * 2^-32: integers, so that the order of adding does not matter. NULL = not
+                                        * summed */
+    int64_t mass_rows;
+    int64_t voters, prompt;            /* queries from position `voters` on add theirs; one of the prompt, which ends at */
+    double fade;                       /* `prompt`, times fade^k, k = whole blocks of tokens from it to that end */
 };
 
 /* The slots in which a query at `pos` finds the block that starts at `block`, and those that rows are written to. */
@@ -164,6 +171,25 @@ KV_INLINE struct kv_range kv_window_range(int64_t pos, int sinks, int window)
     int64_t far = (int64_t)sinks + window - 1;
     return (struct kv_range){ window > 0 && pos > far ? pos - window + 1 : 0, pos, pos };
 }
+
+/* ---- importance eviction (kvcache_evict.c) ---------------------------------------------------------------------- */
+
+/* Whose attention counts: that of all queries (H2O, Zhang et al. 2023), or of the prompt's last ones and those since
+ * (SnapKV, Li et al. 2024). */
+enum kv_evict { EVICT_OFF, EVICT_ATTENTION, EVICT_SNAPKV };
+
+#define KV_BUDGET_LEAST (5 * KV_BLOCK) /* block 0, one of the middle, three recent ones */
+#define KV_POOL 3                      /* rows that a row lends its mass to, the next ones */
+#define KV_RECENT_PART 2               /* half of the budget is for the recent rows */
+
+/* Rows [begin, end) of which `keep` stay, all multiples of KV_BLOCK; begin = end: nothing is to go. */
+struct kv_middle { int64_t begin, end, keep; };
+/* The middle of a cache of `rows` rows that may keep `budget`. */
+struct kv_middle kv_middle_of(int64_t rows, int64_t budget);
+/* Of the middle of each layer and head keeps the rows with the highest mass near them, at [begin, begin + keep), in
+ * their order. Masses move as the rows do, those behind the middle included, and fade: what was looked at long ago
+ * counts less. `scratch` has 2 * rows. */
+void kv_compact(const struct kv_view *v, const struct kv_middle *m, int64_t rows, uint64_t *scratch);
 
 /* ---- the page pool: pages and tables (kvcache.c), the index (kvcache_index.c), tiers (kvcache_tier.c) --------------- */
 
@@ -258,6 +284,8 @@ void kv_table_share(struct kv_table *t, const struct kv_table *from, struct kv_p
 void kv_table_cut(struct kv_table *t, struct kv_pool *p, int64_t tokens);
 /* Gives back the pages that hold only tokens of [from, to). */
 void kv_table_drop(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to);
+/* Takes the pages of tokens [from, to), whole pages, out of the table: those behind move up. */
+void kv_table_remove(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to);
 /* All pages that hold tokens of [from, to) are there. */
 bool kv_table_holds(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to);
 /* Covers `tokens` tokens without pages: what is covered anew is gone. */

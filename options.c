@@ -176,6 +176,12 @@ const struct option_row option_table[] = {
       "/var/tmp. The results are the same." },
     { GROUP_CACHE, "no-share", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_share), 0, 0,
       "Compute each text for itself, instead of taking over what others have computed of its beginning." },
+    { GROUP_CACHE, "evict", 0, "off|attention|snapkv", "off", OPT_CHOICE, 0, 0, AT(evict), 0, 0,
+      "Keep --kv-budget tokens per layer and head: the first 32, the most recent ones, and of the others those that "
+      "got most attention, from all tokens (attention) or from the prompt's last and the generated ones (snapkv). The "
+      "prompt is read in full first." },
+    { GROUP_CACHE, "kv-budget", 0, "N", NULL, OPT_LONG, 160, 1 << 26, AT(budget), 0, 0,
+      "With --evict: tokens that are kept, in whole blocks of 32; half of them are the most recent ones." },
     { GROUP_CACHE, "no-kv-cache", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_kv_cache), 0, 0,
       "Compute the whole text again for each token: the slow baseline, with the same results. --bench measures it "
       "beside the cache." },
@@ -674,6 +680,32 @@ static bool consistent_store(const struct options *o, struct error *e)
     if (o->no_kv_cache && (o->prompt_cache || o->prefix_cache))
         return fail(e, GEN_USAGE, "--%s and --no-kv-cache exclude each other",
                     o->prompt_cache ? "prompt-cache" : "prefix-cache");
+    if (o->evict && (o->prompt_cache || o->prefix_cache))
+        return fail(e, GEN_USAGE, "--%s and --evict exclude each other: a cache with holes is of use to this text alone",
+                    o->prompt_cache ? "prompt-cache" : "prefix-cache");
+    return true;
+}
+
+/* What eviction needs, and what cannot be had with it. */
+static bool evicts(const struct options *o, struct error *e)
+{
+    if (!o->budget) return fail(e, GEN_USAGE, "--evict needs --kv-budget N, the number of tokens to keep");
+    if (o->window)
+        return fail(e, GEN_USAGE, "--evict and --window exclude each other: both say which tokens are kept");
+    if (o->layout == choice("paged|contiguous", "contiguous"))
+        return fail(e, GEN_USAGE, "--evict gives pages back, which --kv-layout contiguous cannot: use paged");
+    if (o->page_size != 32)
+        return fail(e, GEN_USAGE, "--evict closes its holes in pages of 32 tokens: leave --page-size %d out",
+                    o->page_size);
+    if (o->lookup)
+        return fail(e, GEN_USAGE, "--evict and --lookup exclude each other: what a rejected draft looked at cannot be "
+                    "taken back");
+    if (o->tensor_parallel > 1)
+        return fail(e, GEN_USAGE, "--evict and --tensor-parallel exclude each other: attention's sums stay with the "
+                    "rank that made them");
+    if (o->no_kv_cache)
+        return fail(e, GEN_USAGE, "--evict and --no-kv-cache exclude each other: without a cache there is nothing to "
+                    "evict");
     return true;
 }
 
@@ -730,6 +762,9 @@ static bool consistent(const struct options *o, struct error *e)
     if (o->window && o->no_kv_cache)
         return fail(e, GEN_USAGE, "--window and --no-kv-cache exclude each other: without a cache there is nothing to "
                     "give back");
+    if (options_given(o, "kv-budget") && !o->evict)
+        return fail(e, GEN_USAGE, "--kv-budget does nothing without --evict attention or --evict snapkv");
+    if (o->evict && !evicts(o, e)) return false;
     if (o->lookup && o->no_kv_cache)
         return fail(e, GEN_USAGE, "--lookup and --no-kv-cache exclude each other: drafts are verified against the "
                     "cache");

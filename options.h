@@ -90,9 +90,10 @@ struct options {
     int parallel, samples, report;
     bool resume, unordered, timings, data_parallel;
     /* cache */
-    int layout, page_size, type_k, type_v, window, sinks;      /* a type CACHE_AUTO is still to be chosen */
+    int layout, page_size, type_k, type_v, window, sinks, evict;       /* a type CACHE_AUTO is still to be chosen */
     int kv_heads;                      /* as model_options.kv_heads */
     int64_t kv_memory;                 /* most bytes of the cache; 0 = what memory allows */
+    int64_t budget;                    /* of eviction; 0 = not given */
     const char *prompt_cache, *prefix_cache;
     bool prompt_cache_ro, prompt_cache_all;
     int64_t prefix_cache_size;

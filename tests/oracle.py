@@ -155,10 +155,10 @@ class Oracle:
             mix = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
         return freq / factor * (1 - mix) + freq * mix
 
-    def rope(self, x, local):
-        """x[heads][tokens][head size], turned at positions 0, 1, 2, ..."""
+    def rope(self, x, local, start=0):
+        """x[heads][tokens][head size], turned at positions start, start + 1, ..."""
         freq, scale = (self.local_freq, self.local_rope_scale) if local else (self.freq, self.rope_scale)
-        angle = np.arange(x.shape[1], dtype=np.float64)[:, None] * freq
+        angle = np.arange(start, start + x.shape[1], dtype=np.float64)[:, None] * freq
         cos, sin = (f(angle).astype(x.dtype) * x.dtype.type(scale) for f in (np.cos, np.sin))
         n = self.n_rot
         pairs = self.arch == "llama"
@@ -194,7 +194,8 @@ class Oracle:
     def heads(self, x, n, size):
         return x.reshape(len(x), n, size).transpose(1, 0, 2)
 
-    def attention(self, x, layer):
+    def qkv(self, x, layer, start=0):
+        """Queries, keys and values [heads][tokens][head size] of tokens from position `start` on, as they meet."""
         sizes = self.n_head * self.head_k, self.n_kv * self.head_k, self.n_kv * self.head_v
         if f"blk.{layer}.attn_qkv.weight" in self.tensors:
             q, k, v = np.split(self.project(x, layer, "attn_qkv"), np.cumsum(sizes)[:2], axis=1)
@@ -205,9 +206,13 @@ class Oracle:
         if self.arch in ("qwen3", "gemma3"):
             q = rms_norm(q, self.vector(f"blk.{layer}.attn_q_norm.weight"), self.eps)
             k = rms_norm(k, self.vector(f"blk.{layer}.attn_k_norm.weight"), self.eps)
-        q, k = self.rope(q, self.local[layer]), self.rope(k, self.local[layer])
+        q, k = self.rope(q, self.local[layer], start), self.rope(k, self.local[layer], start)
         if self.kv == "f16":
             k, v = k.astype(np.float16).astype(self.dtype), v.astype(np.float16).astype(self.dtype)
+        return q, k, v
+
+    def attention(self, x, layer):
+        q, k, v = self.qkv(x, layer)
         i, j = np.arange(len(x))[:, None], np.arange(len(x))
         hidden = j > i
         if self.local[layer]:

@@ -31,7 +31,7 @@ struct cache { struct kv_shape shape; struct kv_view view; int32_t *pages; float
 static void fill(struct cache *c, const struct kernels *table, enum kv_type type, int head_k, int head_v, int page, int n)
 {
     int n_pages = (n + page - 1) / page;
-    *c = (struct cache){ { 2, 2, head_k, head_v, type, type, page }, { { 0 }, { 0 }, 0, 0 }, malloc(sizeof(int32_t) * n_pages),
+    *c = (struct cache){ { 2, 2, head_k, head_v, type, type, page }, { .window = 0 }, malloc(sizeof(int32_t) * n_pages),
                          malloc(sizeof(float) * n * head_k), malloc(sizeof(float) * n * head_v), n };
     size_t bytes = kv_page_bytes(&c->shape) * n_pages;
     for (int i = 0; i < n_pages; i++) c->pages[i] = n_pages - 1 - i;
@@ -50,9 +50,9 @@ static void fill(struct cache *c, const struct kernels *table, enum kv_type type
 }
 static void drop(struct cache *c) { free(c->view.main.base); free(c->pages); free(c->k); free(c->v); }
 
-/* Queries [q0, q1) of q over all their splits, in groups of `step` rows. */
+/* Queries [q0, q1) of q over all their splits, in groups of `step` rows; adds up what they give to each key. */
 static void run(const struct kernels *table, const struct cache *c, const float *q, const int64_t *first, const int64_t *last,
-                int n_q, int step, float cap, float *out)
+                int n_q, int step, float cap, float *out, uint64_t *mass)
 {
     int D = c->shape.head_k, V = c->shape.head_v;
     float *m1 = malloc(sizeof(float) * n_q), *l1 = malloc(sizeof(float) * n_q), *o1 = malloc(sizeof(float) * n_q * V);
@@ -71,6 +71,9 @@ static void run(const struct kernels *table, const struct cache *c, const float 
             for (int i = 0; i < n; i++)
                 table->join(&m[r + i], &l[r + i], out + (size_t)(r + i) * V, m1[i], l1[i], o1 + (size_t)i * V, V);
         }
+        struct attend a = { &c->view, 1, 1, n, q + (size_t)r * D, first + r, last + r, last + r, 0, c->n, 1, 0, cap, m + r, l + r, NULL,
+                            scratch };
+        table->mass(&a, mass);
     }
     for (int i = 0; i < n_q; i++)
         for (int d = 0; d < V; d++) out[i * V + d] /= l[i];
@@ -78,10 +81,10 @@ static void run(const struct kernels *table, const struct cache *c, const float 
 }
 
 static double oracle_error(const struct cache *c, const float *q, const int64_t *first, const int64_t *last, int n_q, float cap,
-                           const float *out)
+                           const float *out, const uint64_t *mass)
 {
     int D = c->shape.head_k, V = c->shape.head_v;
-    double worst = 0, *p = malloc(sizeof(double) * c->n);
+    double worst = 0, *p = malloc(sizeof(double) * c->n), *all = calloc(c->n, sizeof *all);
     for (int i = 0; i < n_q; i++) {
         double sum = 0, top = -INFINITY;
         for (int64_t t = first[i]; t <= last[i]; t++) {
@@ -97,8 +100,13 @@ static double oracle_error(const struct cache *c, const float *q, const int64_t 
             double error = fabs(x - out[i * V + d]);
             if (!(error <= worst)) worst = error;      /* NaN stays */
         }
+        for (int64_t t = first[i]; t <= last[i]; t++) all[t] += p[t] / sum;
     }
-    free(p);
+    for (int t = 0; t < c->n; t++) {
+        double error = fabs(all[t] - (double)mass[t] / 0x1p32);
+        if (!(error <= worst)) worst = error;
+    }
+    free(p), free(all);
     return worst;
 }
 
@@ -110,6 +118,7 @@ static void check(const struct kernels *table, enum kv_type type, int head_k, in
     float *q = malloc(sizeof(float) * ROWS * head_k), *a = malloc(sizeof(float) * ROWS * head_v),
           *b = malloc(sizeof(float) * ROWS * head_v);
     int64_t first[ROWS], last[ROWS];
+    uint64_t *mass = calloc(2 * n, sizeof *mass);
     fill(&c, table, type, head_k, head_v, page, n);
     for (int i = 0; i < ROWS * head_k; i++) q[i] = rnd() / sqrtf((float)head_k) * 3;
     for (int i = 0; i < ROWS; i++) {               /* the last tokens of the cache, two query heads each */
@@ -117,17 +126,19 @@ static void check(const struct kernels *table, enum kv_type type, int head_k, in
         last[i] = pos < 0 ? 0 : pos;
         first[i] = kv_window_range(last[i], 0, window).first;
     }
-    run(table, &c, q, first, last, ROWS, ROWS, cap, a);
-    double error = oracle_error(&c, q, first, last, ROWS, cap, a);
+    run(table, &c, q, first, last, ROWS, ROWS, cap, a, mass);
+    double error = oracle_error(&c, q, first, last, ROWS, cap, a, mass);
     /* A score of 256 products of magnitude 1 is off by up to about 256 * 2^-24 / 4, and so, relatively, is its weight. */
     if (!(error <= 1e-5))
         fail_msg("%s: type %d head %d/%d page %d tokens %d window %d cap %g: error %g", table->name, type, head_k, head_v, page, n,
                  window, cap, error);
     for (int step = 1; step < 8; step++) {
-        run(table, &c, q, first, last, ROWS, step, cap, b);
-        if (memcmp(a, b, sizeof(float) * ROWS * head_v)) fail_msg("%s: rows by %d give other bits", table->name, step);
+        memset(mass + n, 0, n * sizeof *mass);
+        run(table, &c, q, first, last, ROWS, step, cap, b, mass + n);
+        if (memcmp(a, b, sizeof(float) * ROWS * head_v) || memcmp(mass, mass + n, n * sizeof *mass))
+            fail_msg("%s: rows by %d give other bits", table->name, step);
     }
-    free(q), free(a), free(b);
+    free(q), free(a), free(b), free(mass);
     drop(&c);
 }
 
@@ -213,8 +224,10 @@ static void check_sealed(const struct kernels *table, enum kv_type type_k, enum 
     float *q = malloc(sizeof(float) * head_k), *out = malloc(sizeof(float) * head_v);
     int64_t first = 0, last = n - 1;
     for (int i = 0; i < head_k; i++) q[i] = rnd() / sqrtf((float)head_k) * 3;
-    run(table, &c, q, &first, &last, 1, 1, 0, out);
-    double error = oracle_error(&c, q, &first, &last, 1, 0, out);
+    uint64_t *mass = calloc(n, sizeof *mass);
+    run(table, &c, q, &first, &last, 1, 1, 0, out, mass);
+    double error = oracle_error(&c, q, &first, &last, 1, 0, out, mass);
+    free(mass);
     if (!(error <= 1e-5)) fail_msg("%s: types %d/%d head %d/%d tokens %d: error %g", table->name, type_k, type_v, head_k, head_v, n, error);
     free(q), free(out), free(pages), free(c.view.main.base);
     c.view.main.base = c.view.raw.base;
@@ -276,6 +289,7 @@ static void test_nan(void **unused)
         if (!kernel_tables[k]->usable()) continue;
         struct cache c;
         float q[64], out[64];
+        uint64_t mass[100] = { 0 };
         int64_t first = 0, last = 99;
         fill(&c, kernel_tables[k], KV_F32, 64, 64, 32, 100);
         for (int i = 0; i < 64; i++) q[i] = rnd();
@@ -284,11 +298,11 @@ static void test_nan(void **unused)
             memcpy(row, c.k + bad * 64, sizeof row);
             row[5] = NAN;
             kernel_tables[k]->put_key(kv_k_tile(&c.view.main, 1, 1, bad), KV_F32, row, 64, bad % KV_BLOCK);
-            run(kernel_tables[k], &c, q, &first, &last, 1, 1, 0, out);
+            run(kernel_tables[k], &c, q, &first, &last, 1, 1, 0, out, mass);
             assert_true(isnan(out[0]));
             kernel_tables[k]->put_key(kv_k_tile(&c.view.main, 1, 1, bad), KV_F32, c.k + bad * 64, 64, bad % KV_BLOCK);
         }
-        run(kernel_tables[k], &c, q, &first, &last, 1, 1, 0, out);
+        run(kernel_tables[k], &c, q, &first, &last, 1, 1, 0, out, mass);
         assert_false(isnan(out[0]));
         drop(&c);
     }

@@ -317,6 +317,101 @@ static void test_checker(void **unused)
     kv_pool_close(&pool);
 }
 
+/* ---- importance eviction ---- */
+
+/* What is kept of row `row` of a head: its scales and codes, of keys and values. */
+static size_t row_bytes(const struct kv_view *v, int layer, int head, int64_t row, unsigned char *out)
+{
+    size_t n = 0;
+    for (int keys = 0; keys < 2; keys++) {
+        const struct kv_shape *s = v->main.shape;
+        enum kv_type type = keys ? s->type_k : s->type_v;
+        int size = keys ? s->head_k : s->head_v, t = (int)(row % KV_BLOCK), wide = (int)(kv_code_bytes(type, size) / size / KV_BLOCK);
+        const unsigned char *tile = (keys ? kv_k_tile : kv_v_tile)(&v->main, layer, head, row);
+        for (int b = 0; b < kv_blocks(type, size, keys); b++)
+            for (int i = 0; i < 2; i++) out[n++] = tile[2 * (b * KV_BLOCK + t) + i];
+        tile += kv_scale_bytes(type, size, keys);
+        for (int d = 0; d < size; d++)
+            for (int i = 0; i < wide; i++) out[n++] = tile[(keys ? d * KV_BLOCK + t : t * size + d) * wide + i];
+    }
+    return n;
+}
+
+/* Rows of random bytes and masses, of which many are equal: what kv_compact leaves is what a plain choice says. */
+static void check_compact(enum kv_type type_k, enum kv_type type_v, int head_k, int64_t rows, int64_t budget)
+{
+    enum { ROWS = 1024, BYTES = 1024 };
+    static unsigned char before[2][3][ROWS][BYTES];
+    static uint64_t mass[2 * 3 * ROWS], old[2 * 3 * ROWS], scratch[2 * ROWS];
+    struct kv_shape s = { 2, 3, head_k, 20, type_k, type_v, KV_BLOCK };
+    int32_t pages[ROWS / KV_BLOCK];
+    int n_pages = (int)((rows + KV_BLOCK - 1) / KV_BLOCK);
+    unsigned char *base = malloc(n_pages * kv_page_bytes(&s));
+    struct kv_view v = { .main = { &s, base, pages }, .mass = mass, .mass_rows = ROWS, .fade = 0.5 };
+    struct kv_middle m = kv_middle_of(rows, budget);
+    int64_t gone = m.end - m.begin - m.keep, kept = rows - gone;
+    assert_true(m.begin == KV_BLOCK && m.end > m.begin + m.keep && m.keep % KV_BLOCK == 0 && m.end % KV_BLOCK == 0);
+    assert_true(kept <= budget && kept > budget - 2 * KV_BLOCK && rows - m.end > KV_BLOCK);
+    for (int i = 0; i < n_pages; i++) pages[i] = n_pages - 1 - i;
+    for (size_t i = 0; i < n_pages * kv_page_bytes(&s); i++) base[i] = (unsigned char)rnd(256);
+    for (int i = 0; i < 2 * 3 * ROWS; i++) old[i] = mass[i] = i % ROWS < rows ? (uint64_t)rnd(40) << 32 : 0;
+    for (int layer = 0; layer < 2; layer++)
+        for (int head = 0; head < 3; head++)
+            for (int64_t i = 0; i < rows; i++) row_bytes(&v, layer, head, i, before[layer][head][i]);
+    kv_compact(&v, &m, rows, scratch);
+    for (int layer = 0; layer < 2; layer++)
+        for (int head = 0; head < 3; head++) {
+            const uint64_t *was = old + (layer * 3 + head) * ROWS, *is = mass + (layer * 3 + head) * ROWS;
+            uint64_t score[ROWS] = { 0 };
+            int64_t to = 0;
+            for (int64_t i = m.begin; i < m.end; i++)
+                for (int64_t j = i - KV_POOL; j <= i; j++)
+                    if (j >= m.begin && j < m.end && was[j] > score[i]) score[i] = was[j];
+            for (int64_t i = 0; i < rows; i++) {
+                int64_t better = 0;    /* rows of the middle that come before this one */
+                for (int64_t j = m.begin; j < m.end; j++) better += score[j] > score[i] || (score[j] == score[i] && j > i);
+                if (i >= m.begin && i < m.end && better >= m.keep) continue;
+                int64_t place = i < m.end ? to : to + gone;            /* the table has not moved up yet */
+                unsigned char now[BYTES];
+                size_t n = row_bytes(&v, layer, head, place, now);
+                if (memcmp(now, before[layer][head][i], n) || is[to] != was[i] / 2)
+                    fail_msg("types %d, %d: row %d is not what row %d was", type_k, type_v, (int)place, (int)i);
+                to++;
+            }
+            assert_int_equal(to, kept);
+            for (; to < ROWS; to++) assert_true(is[to] == 0);
+        }
+    free(base);
+}
+
+static void test_compact(void **unused)
+{
+    (void)unused;
+    for (enum kv_type k = KV_F32; k < KV_INT4; k++)
+        for (enum kv_type v = KV_F32; v < KV_INT4; v++)
+            check_compact(k, v, 20 + 44 * (k % 2), 300 + rnd(700), 160 + rnd(100));
+}
+
+static void test_table_remove(void **unused)
+{
+    (void)unused;
+    struct error e;
+    struct kv_pool pool;
+    struct kv_table t;
+    struct kv_memory memory = { .limit = SIZE_MAX };
+    assert_true(kv_pool_open(&pool, &shape, PAGES, &memory, &e) && kv_table_open(&t, &pool, MOST, &e) &&
+                kv_table_grow(&t, &pool, 0, MOST));
+    kv_table_drop(&t, &pool, 64, 128);
+    int32_t last[] = { t.pages[7], t.pages[8], t.pages[9] }, first = t.pages[0];
+    kv_table_remove(&t, &pool, 64, 7 * 64);
+    assert_true(t.n == 4 && t.pages[0] == first && memcmp(t.pages + 1, last, sizeof last) == 0);
+    int owned = 0;
+    for (int i = 0; i < pool.n_pages; i++) owned += pool.pages[i].refs;
+    assert_true(kv_pool_check(&pool) && owned == 4);
+    kv_table_close(&t, &pool);
+    kv_pool_close(&pool);
+}
+
 int main(int argc, char **argv)
 {
     if (argc > 1) operations = atoi(argv[1]);
@@ -324,6 +419,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = { cmocka_unit_test(test_addresses), cmocka_unit_test(test_visible),
                                         cmocka_unit_test(test_bytes), cmocka_unit_test(test_waste),
                                         cmocka_unit_test(test_random), cmocka_unit_test(test_random_budget),
-                                        cmocka_unit_test(test_random_tiers), cmocka_unit_test(test_checker) };
+                                        cmocka_unit_test(test_random_tiers), cmocka_unit_test(test_checker),
+                                        cmocka_unit_test(test_compact), cmocka_unit_test(test_table_remove) };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
