@@ -26,11 +26,11 @@ def losses(tool, mkfix):
 
 @pytest.mark.parametrize("key, value", list(itertools.product(TYPES, TYPES)))
 def test_no_drift(losses, key, value):
-    """What the types cost after the window has moved by six times its size is what they cost before it moved."""
+    """What the types cost after the window has moved by six times its size is what they cost when it began to move."""
     away = np.abs(losses(key, value) - losses("f32", "f32"))
-    before, after = away[96:256].mean(), away[-500:].mean()
+    before, after = away[256:756].mean(), away[-500:].mean()
     assert np.isfinite(away).all() and len(away) == 1800
-    assert after <= 1.5 * before + 1e-6, f"{after:.4g} after, {before:.4g} before"
+    assert after <= 1.25 * before + 1e-6, f"{after:.4g} after, {before:.4g} before"
 
 
 @pytest.mark.parametrize("kind", TYPES)
