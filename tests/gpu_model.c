@@ -1,5 +1,5 @@
 /* gpu_model OUT TYPE LAYERS EMBD FF HEADS KV_HEADS VOCAB - a llama model with random weights, all matrices of one type
- * (Q4_K, Q8_0, F16), without a tokenizer: for tests/gpu.sh, which has no packages to make one with. */
+ * (Q4_K, Q8_0, F32), without a tokenizer: for tests/gpu.sh, which has no packages to make one with. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -46,12 +46,11 @@ static void put_matrix(const struct tensor *t, enum tensor_type type)
 {
     const struct type_info *info = type_info(type);
     double std = 1 / __builtin_sqrt((double)t->columns);
-    union { uint64_t words[32]; uint16_t half; struct block_q8_0 q8; struct block_q4_k q4; } block;
+    union { uint64_t words[32]; float f; struct block_q8_0 q8; struct block_q4_k q4; } block;
     for (uint64_t i = 0; i < t->rows * (t->columns / info->block); i++) {
         for (int k = 0; k < 32 && 8 * k < info->bytes; k++) block.words[k] = draw();
         if (type == T_Q8_0) block.q8.d = f32_to_f16((float)(std / 74));
-        else if (type == T_F16)
-            block.half = f32_to_f16((float)(((double)(draw() >> 11) / (1ull << 52) - 1) * 1.7 * std));
+        else if (type == T_F32) block.f = (float)(((double)(draw() >> 11) / (1ull << 52) - 1) * 1.7 * std);
         else {
             block.q4.d = f32_to_f16((float)(std / 220));
             block.q4.dmin = f32_to_f16((float)(7.5 * std / 220));
@@ -63,7 +62,7 @@ static void put_matrix(const struct tensor *t, enum tensor_type type)
 int main(int argc, char **argv)
 {
     if (argc != 9) return fprintf(stderr, "usage: gpu_model OUT TYPE LAYERS EMBD FF HEADS KV_HEADS VOCAB\n"), 2;
-    enum tensor_type type = !strcmp(argv[2], "Q8_0") ? T_Q8_0 : !strcmp(argv[2], "F16") ? T_F16 : T_Q4_K;
+    enum tensor_type type = !strcmp(argv[2], "Q8_0") ? T_Q8_0 : !strcmp(argv[2], "F32") ? T_F32 : T_Q4_K;
     int layers = atoi(argv[3]), embd = atoi(argv[4]), ff = atoi(argv[5]), heads = atoi(argv[6]), kv = atoi(argv[7]);
     int vocab = atoi(argv[8]), head = embd / heads;
     char name[64];
