@@ -18,8 +18,8 @@ struct engine_options {
     int page_size;                     /* tokens, multiple of KV_BLOCK; paged only */
     enum kv_type type_k, type_v;
     int window, sinks;                 /* keep the last `window` tokens and the first `sinks`; window 0 = keep all */
-    enum kv_evict evict;               /* importance eviction down to `budget` tokens per layer and head; paged, pages of
-                                        * KV_BLOCK, no window */
+    enum kv_evict evict;               /* importance eviction down to `budget` tokens per layer and head; paged, pages
+                                        * of KV_BLOCK, no window */
     int64_t budget;                    /* >= KV_BUDGET_LEAST */
     bool cache;                        /* false: --no-kv-cache, everything is computed again at each step */
     bool share;                        /* sequences find each other's full pages by their tokens (paged only) */
@@ -105,8 +105,8 @@ bool sequence_extend(struct sequence *s, const int32_t *tokens, int n, struct er
 /* A second sequence with the same tokens, and the same logits as long as those last. It shares all pages: whoever
  * writes to a shared one gets a copy of his own first. */
 bool sequence_fork(struct sequence **out, const struct sequence *from, struct error *e);
-/* With eviction: a prompt ends after n tokens, more than the sequence holds. Nothing goes before that, and something may
- * go then and every KV_BLOCK tokens. sequence_sync and sequence_score say it themselves. */
+/* With eviction: a prompt ends after n tokens (nothing happens if the sequence holds them). Nothing goes before that,
+ * and something may go then and every KV_BLOCK tokens. sequence_sync and sequence_score say it themselves. */
 void sequence_prompt_ends(struct sequence *s, int64_t n);
 /* Tokens that one forward pass may add: it must not go past a length at which something may go. */
 int64_t sequence_most(const struct sequence *s);

@@ -317,7 +317,8 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
         .ctx = ctx, .batch = p->o.batch, .threads = p->o.threads, .backend = p->o.backend,
         .max_sequences = p->o.mode == MODE_BATCH ? p->o.parallel : 1, .layout = p->o.layout,
         .page_size = p->o.page_size, .type_k = p->o.type_k, .type_v = p->o.type_v, .window = p->o.window,
-        .sinks = p->o.sinks, .evict = p->o.evict, .budget = p->o.budget, .cache = !p->o.no_kv_cache, .share = !p->o.no_share,
+        .sinks = p->o.sinks, .evict = p->o.evict, .budget = p->o.budget, .cache = !p->o.no_kv_cache,
+        .share = !p->o.no_share,
         .kv_memory = (size_t)p->o.kv_memory, .kv_offload = p->o.kv_offload,
         .progress = progress, .comm = p->o.data_parallel ? NULL : p->comm,
     };

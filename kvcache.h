@@ -127,8 +127,8 @@ struct kv_view {
                                         * 2^-32: integers, so that the order of adding does not matter. NULL = not
                                         * summed */
     int64_t mass_rows;
-    int64_t voters, prompt;            /* queries from position `voters` on add theirs; one of the prompt, which ends at */
-    double fade;                       /* `prompt`, times fade^k, k = whole blocks of tokens from it to that end */
+    int64_t voters, prompt;            /* queries from position `voters` on add theirs; one of the prompt, which ends */
+    double fade;                       /* at `prompt`, times fade^k, k = whole blocks of tokens from it to that end */
 };
 
 /* The slots in which a query at `pos` finds the block that starts at `block`, and those that rows are written to. */

@@ -75,8 +75,8 @@ static void compact_head(const struct kv_view *v, int layer, int head, const str
         if (!(score[i] > least || (score[i] == least && i >= ties && keep))) continue;
         int64_t from = m->begin + i * unit;
         if (from != to) {
-            const unsigned char *k = kv_k_tile(&v->main, layer, head, from), *u = kv_v_tile(&v->main, layer, head, from);
-            unsigned char *k2 = kv_k_tile(&v->main, layer, head, to), *u2 = kv_v_tile(&v->main, layer, head, to);
+            unsigned char *k = kv_k_tile(&v->main, layer, head, from), *k2 = kv_k_tile(&v->main, layer, head, to);
+            unsigned char *u = kv_v_tile(&v->main, layer, head, from), *u2 = kv_v_tile(&v->main, layer, head, to);
             if (unit == KV_BLOCK) {
                 memcpy(k2, k, kv_k_tile_bytes(shape));
                 memcpy(u2, u, kv_v_tile_bytes(shape));

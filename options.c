@@ -681,7 +681,7 @@ static bool consistent_store(const struct options *o, struct error *e)
         return fail(e, GEN_USAGE, "--%s and --no-kv-cache exclude each other",
                     o->prompt_cache ? "prompt-cache" : "prefix-cache");
     if (o->evict && (o->prompt_cache || o->prefix_cache))
-        return fail(e, GEN_USAGE, "--%s and --evict exclude each other: a cache with holes is of use to this text alone",
+        return fail(e, GEN_USAGE, "--%s and --evict exclude each other: a cache with holes serves this text alone",
                     o->prompt_cache ? "prompt-cache" : "prefix-cache");
     return true;
 }
