@@ -9,14 +9,16 @@
  * Which of its 32 tokens a query sees is a range of token numbers; what a tile is made of (raw or sealed, and of which
  * type) is the same for a whole warp, so one kernel serves every pair of types.
  *
- * Budgets, checked by tests/test_cuda_static.py: registers a thread, shared memory set statically.
+ * Budgets, checked by tests/test_cuda_static.py: registers a thread, shared memory set statically, bytes spilled.
  *
- *     kernel              registers  static shared
+ *     kernel              registers  static shared  spilled
  *     decode<1, *>        128        256
  *     decode<2, *>        144        256
  *     decode<4, *>        168        256
+ *     decode<8, 256>      255        256            24
  *     decode<8, *>        255        256
  *     decode<16, *>       255        256
+ *     prefill<256>        255        1024           24
  *     prefill<*>          255        1024
  *     append, seal        64         0
  */

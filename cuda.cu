@@ -14,6 +14,7 @@
  *     product<*, 1>       128        64
  *     product<*, 4>       168        64
  *     product<*, 8>       255        64
+ *     repack              72         256
  *     all others          64         256
  */
 #include <cublas_v2.h>

@@ -1,6 +1,8 @@
-/* alloc_fault.c - preloaded into gen: the FAULT_AT-th call that allocates memory fails, and with FAULT_ON every one after
- * it; FAULT_COUNT names a file that receives the number of calls. */
+/* alloc_fault.c - preloaded into gen: the FAULT_AT-th call after main's start that allocates memory fails, and with
+ * FAULT_ON every one after it; FAULT_COUNT names a file that receives the number of calls. (Before main the libraries
+ * start, CUDA's among them.) */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -15,12 +17,24 @@ extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_real
 static atomic_long calls;
 static long fault_at = -1, fault_on;
 
-__attribute__((constructor)) static void begin(void)
+typedef int program(int argc, char **argv, char **environment);
+static program *real_main;
+
+static int begin(int argc, char **argv, char **environment)
 {
     const char *at = getenv("FAULT_AT");
     fault_on = getenv("FAULT_ON") != NULL;
     fault_at = at ? atol(at) : 0;
-    atomic_store(&calls, 0);
+    return real_main(argc, argv, environment);
+}
+
+int __libc_start_main(program *main, int argc, char **argv, void (*init)(void), void (*fini)(void), void (*end)(void),
+                      void *stack)
+{
+    int (*start)(program *, int, char **, void (*)(void), void (*)(void), void (*)(void), void *) =
+        dlsym(RTLD_NEXT, "__libc_start_main");
+    real_main = main;
+    return start(begin, argc, argv, init, fini, end, stack);
 }
 
 __attribute__((destructor)) static void end(void)
