@@ -68,7 +68,8 @@ static __device__ inline int32_t page_of(const attention &a, const kv_sequence &
 struct blocks { int sinks, first, count; };
 static __device__ inline blocks blocks_of(const kv_sequence &s, int pos, int last)
 {
-    int from = (int)kv_window_range(pos, s.sinks, s.window).first, seen = last + 1 < s.sinks ? last + 1 : s.sinks;
+    int from = (int)kv_window_range(pos, s.sinks, s.window).first;
+    int seen = (int)kv_sink_range(last, s.sinks, s.window).last + 1;
     blocks b = { (seen + KV_BLOCK - 1) / KV_BLOCK, from / KV_BLOCK, 0 };
     b.count = b.sinks + (last < from ? 0 : last / KV_BLOCK - b.first + 1);
     return b;

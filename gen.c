@@ -723,7 +723,7 @@ static bool run_session(struct program *p, struct error *e)
                     o->json ? "--json" : "--display-prompt");
     if (!options_given(o, "predict")) o->predict = -1;
     size_t head = 0;
-    bool slides = !o->window && o->layout == KV_PAGED && !o->no_kv_cache;
+    bool slides = !o->window && !o->evict && o->layout == KV_PAGED && !o->no_kv_cache;
     if (slides && !conversation_head(p->conversation, &head, e)) return false;
     p->sinks = !slides ? 0 : head < FEWEST_SINKS ? FEWEST_SINKS : head < INT_MAX ? (int)head : INT_MAX;
     if (!open_model(p, o->ctx, e) || !choose_seed(p, e) || !open_engine(p, o->ctx, e)) return false;
