@@ -166,8 +166,8 @@ static bool finish(struct scheduler *b, struct task *t, json_t *response, const 
     const struct request *r = t->request;
     json_t *object = json_object();
     if (r->custom_id) json_object_set(object, "custom_id", (json_t *)r->custom_id);
-    json_object_set_new(object, "key", json_string(r->key));
-    if (r->o.samples > 1) json_object_set_new(object, "sample", json_integer(t->sample));
+    json_put(&object, "key", json_string(r->key));
+    if (r->o.samples > 1) json_put(&object, "sample", json_integer(t->sample));
     if (why) response = json_pack("{s:I, s:s}", "line", (json_int_t)r->number, "message", why->text);
     bool ok = json_object_set_new(object, why ? "error" : "response", response) == 0;
     if (b->o.timings && t->begun) {

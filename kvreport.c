@@ -212,7 +212,7 @@ static json_t *line_object(const struct line *l)
     for (int i = 0; i < SIZES; i++) {
         char key[24];
         snprintf(key, sizeof key, "%lld", (long long)sizes[i]);
-        json_object_set_new(bytes, key, json_integer((json_int_t)l->bytes[i]));
+        json_put(&bytes, key, json_integer((json_int_t)l->bytes[i]));
     }
     json_t *object = json_pack(
         "{s:s, s:s, s:s, s:i, s:i, s:i, s:f, s:o, s:f, s:f, s:o}", "setting", l->name, "type_k",
@@ -228,12 +228,10 @@ static json_t *line_object(const struct line *l)
 static bool print_json(struct bytes *out, const struct report *r, struct error *e)
 {
     json_t *lines = json_array();
-    for (int i = 0; i < r->n_lines; i++) json_array_append_new(lines, line_object(&r->lines[i]));
-    bool whole = (int)json_array_size(lines) == r->n_lines;
+    for (int i = 0; i < r->n_lines; i++) json_push(&lines, line_object(&r->lines[i]));
     json_t *object = json_pack("{s:s, s:I, s:I, s:o}", "machine", r->machine, "window", (json_int_t)r->o->window,
                                "windows", (json_int_t)r->windows, "settings", lines);
-    if (!whole) json_decref(object);
-    return json_line(out, whole ? object : NULL, e);
+    return json_line(out, object, e);
 }
 
 bool kv_report(struct bytes *out, const struct model *m, const struct tokenizer *t, const int32_t *tokens, size_t n,

@@ -723,6 +723,8 @@ static bool consistent(const struct options *o, struct error *e)
         if (row->modes == (IN(PERPLEXITY) | IN(KV_REPORT)))
             return fail(e, GEN_USAGE, "%s does nothing without --perplexity FILE or --kv-report",
                         option_display(row, name));
+        if (row->modes == (IN(BENCH) | IN(BATCH)))
+            return fail(e, GEN_USAGE, "%s does nothing without --bench or --batch FILE", option_display(row, name));
         if (row->modes == IN(BENCH))
             return fail(e, GEN_USAGE, "%s does nothing without --bench", option_display(row, name));
         return fail(e, GEN_USAGE, "%s does nothing with the task that was chosen: leave one of them out",

@@ -18,7 +18,7 @@ static json_t *json_logprob(const struct tokenizer *t, struct token_logprob p)
 {
     struct gguf_str piece = tokenizer_piece(t, p.id, true);
     json_t *bytes = json_array();
-    for (size_t i = 0; i < piece.len; i++) json_array_append_new(bytes, json_integer((unsigned char)piece.ptr[i]));
+    for (size_t i = 0; i < piece.len; i++) json_push(&bytes, json_integer((unsigned char)piece.ptr[i]));
     return json_pack("{s:o, s:f, s:o}", "token", json_text(piece.ptr, piece.len),
                      "logprob", isfinite(p.logprob) ? (double)p.logprob : -9999.0, "bytes", bytes);
 }
@@ -29,9 +29,9 @@ static json_t *json_logprobs(const struct result *r, const struct tokenizer *t)
     for (size_t i = 0; i < r->n_tokens; i++) {
         const struct token_logprob *p = r->logprobs + i * (1 + (size_t)r->n_top);
         json_t *entry = json_logprob(t, p[0]), *top = json_array();
-        for (int k = 1; k <= r->n_top; k++) json_array_append_new(top, json_logprob(t, p[k]));
-        json_object_set_new(entry, "top_logprobs", top);
-        json_array_append_new(content, entry);
+        for (int k = 1; k <= r->n_top; k++) json_push(&top, json_logprob(t, p[k]));
+        json_put(&entry, "top_logprobs", top);
+        json_push(&content, entry);
     }
     return json_pack("{s:o}", "content", content);
 }
@@ -57,7 +57,7 @@ bool logprobs_keep(struct logprob_rows *rows, struct sampler *s, const float *lo
 static json_t *json_ids(const int32_t *ids, size_t n)
 {
     json_t *list = json_array();
-    for (size_t i = 0; i < n; i++) json_array_append_new(list, json_integer(ids[i]));
+    for (size_t i = 0; i < n; i++) json_push(&list, json_integer(ids[i]));
     return list;
 }
 
@@ -65,8 +65,8 @@ static json_t *json_ids(const int32_t *ids, size_t n)
 static json_t *finished(json_t *object, const struct result *r, const struct tokenizer *t)
 {
     if (!object) return NULL;
-    json_object_set_new(object, "logits_sha256", r->logits_sha256[0] ? json_string(r->logits_sha256) : json_null());
-    if (r->n_top >= 0) json_object_set_new(object, "logprobs", json_logprobs(r, t));
+    json_put(&object, "logits_sha256", r->logits_sha256[0] ? json_string(r->logits_sha256) : json_null());
+    if (r->n_top >= 0) json_put(&object, "logprobs", json_logprobs(r, t));
     return object;
 }
 

@@ -105,7 +105,7 @@ def test_more_cache_than_there_is_memory(gen, rand):
     gen.refused("-m", rand, "--bench", "-tg", "1", "-d", "1000000000", rc=1, says=["--depth", "bytes"])
 
 
-@pytest.mark.parametrize("option", [["-pp", "1"], ["-tg", "1"], ["-d", "1"], ["--reps", "2"]])
+@pytest.mark.parametrize("option", [["-pp", "1"], ["-tg", "1"], ["-d", "1"], ["-np", "2"], ["--reps", "2"]])
 def test_options_that_need_bench(gen, rand, option):
     gen.refused("-m", rand, "-p", "x", *option, rc=2, says="--bench")
 
