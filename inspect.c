@@ -203,7 +203,7 @@ bool inspect_cache(struct bytes *out, const char *path, bool json, struct error 
 uint64_t cache_room(const struct model *m, int64_t budget, uint64_t available)
 {
     if (budget) return (uint64_t)budget;
-    uint64_t room = available - available / 4, weights = tensor_bytes(m->file);
+    uint64_t room = available - available / 3, weights = tensor_bytes(m->file);
     return room > weights ? room - weights : 0;
 }
 

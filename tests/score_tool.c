@@ -44,7 +44,7 @@ int main(int argc, char **argv)
 {
     struct error e = { 0 };
     struct gguf *file;
-    struct model *m;
+    struct model *m = NULL;
     struct engine *g;
     struct sequence *s;
     char note[200], *line = NULL, *at;
