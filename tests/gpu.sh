@@ -14,7 +14,7 @@ CFLAGS="-std=gnu11 -O2 -ffp-contract=off -pthread -Itests/gpu -I."
 CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")")}
 
 echo "Building into $B" >&2
-SOURCES='base gguf quant model kernels kernels_generic cpu threads engine ranks comm kvcache kvcache_index kvcache_tier'
+SOURCES="base gguf quant model kernels kernels_generic cpu threads engine ranks comm $(echo kvcache*.c | sed 's/\.c//g')"
 OBJECTS=
 compile() { # NAME FLAGS...
     name=$1; shift
