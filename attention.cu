@@ -14,6 +14,7 @@
  *     kernel              registers  static shared  spilled
  *     decode<1, *>        128        256
  *     decode<2, *>        144        256
+ *     decode<4, 256>      168        256            68
  *     decode<4, *>        168        256
  *     decode<8, 256>      255        256            24
  *     decode<8, *>        255        256
