@@ -66,14 +66,24 @@ static void list_lines(struct report *r, const struct engine_options *eo)
         { KV_INT8, KV_INT4 }, { KV_INT4, KV_INT4 },
     };
     struct engine_options plain = *eo;
+    bool paged = eo->layout == KV_PAGED && r->o->window >= 64;
+    int64_t quarter = r->o->window / 4;
     plain.window = 0;
+    plain.evict = EVICT_OFF;
+    plain.budget = 0;
     plain.ctx = r->o->window + DECODE;
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) add_line(r, plain, pairs[i][0], pairs[i][1]);
-    if (eo->layout == KV_PAGED && r->o->window >= 64) {
+    if (paged) {
         struct line *l = add_line(r, plain, KV_F16, KV_F16);
-        l->eo.window = (int)(r->o->window / 4);
+        l->eo.window = (int)quarter;
         l->eo.sinks = 4;
         append_name(l, ", window %d, sinks %d", l->eo.window, l->eo.sinks);
+    }
+    for (int i = 0; i < 2 && paged && eo->page_size == KV_BLOCK && quarter >= KV_BUDGET_LEAST; i++) {
+        struct line *l = add_line(r, plain, KV_F16, KV_F16);
+        l->eo.evict = i ? EVICT_SNAPKV : EVICT_ATTENTION;
+        l->eo.budget = quarter / KV_BLOCK * KV_BLOCK;
+        append_name(l, i ? ", snapkv, budget %d" : ", attention, budget %d", (int)l->eo.budget, 0);
     }
     int fewer = r->m->n_kv - 1;
     while (fewer > 0 && r->m->n_kv % fewer) fewer--;
@@ -82,7 +92,8 @@ static void list_lines(struct report *r, const struct engine_options *eo)
         l->kv_heads = fewer;
         append_name(l, ", %d of %d KV heads", fewer, r->m->n_kv);
     }
-    if (eo->type_k != KV_F16 || eo->type_v != KV_F16 || eo->window || r->o->model.kv_heads) {
+    if (eo->type_k != KV_F16 || eo->type_v != KV_F16 || eo->window || eo->evict ||
+        r->o->model.kv_heads) {
         struct line *l = add_line(r, *eo, eo->type_k, eo->type_v);
         l->eo.ctx = plain.ctx;
         l->kv_heads = r->o->model.kv_heads;
@@ -215,9 +226,10 @@ static json_t *line_object(const struct line *l)
         json_put(&bytes, key, json_integer((json_int_t)l->bytes[i]));
     }
     json_t *object = json_pack(
-        "{s:s, s:s, s:s, s:i, s:i, s:i, s:f, s:o, s:f, s:f, s:o}", "setting", l->name, "type_k",
+        "{s:s, s:s, s:s, s:i, s:i, s:I, s:i, s:f, s:o, s:f, s:f, s:o}", "setting", l->name, "type_k",
         kv_type_name(l->eo.type_k), "type_v", kv_type_name(l->eo.type_v), "window", l->eo.window, "sinks",
-        l->eo.window ? l->eo.sinks : 0, "kv_heads", l->kv_heads, "bytes_per_token", l->token_bytes, "bytes", bytes,
+        l->eo.window ? l->eo.sinks : 0, "budget", (json_int_t)l->eo.budget, "kv_heads", l->kv_heads,
+        "bytes_per_token", l->token_bytes, "bytes", bytes,
         "prefill_tokens_per_s", l->prefill, "decode_tokens_per_s", l->decode, "perplexity", perplexity);
     if (object && l->quality.compared)
         json_object_update_new(object, json_pack("{s:f, s:f, s:f}", "kl_mean", l->quality.kl_mean, "kl_p99",

@@ -62,6 +62,20 @@ def test_numbers_are_those_of_other_tasks(gen, model, text, tmp_path):
             assert want[0]["reserved_bytes"] == reserved and want[0]["bytes_per_token"] == s["bytes_per_token"]
 
 
+def test_eviction(gen, tmp_path):
+    """Its lines are those of the runs with the same options."""
+    model = random_model(tmp_path / "m.gguf", heads=4, kv_heads=2, head_k=32, layers=2, embd=64, ff=64)
+    text, base = tmp_path / "text", tmp_path / "base"
+    text.write_text(TEXT)
+    score = ["-q", "-m", model, "--perplexity", text, "-c", "640", "--chunks", "1", "--json"]
+    gen.ok(*score, "--save-logits", base)
+    settings = {s["setting"]: s for s in report(gen, model, text, "-c", "640", "--chunks", "1")["settings"]}
+    for name in ("attention", "snapkv"):
+        want = json.loads(gen.ok(*score, "--evict", name, "--kv-budget", "160", "--kl-base", base).text)
+        got = settings[f"f16, {name}, budget 160"]
+        assert got["budget"] == 160 and (got["perplexity"], got["kl_mean"]) == (want["perplexity"], want["kl_mean"])
+
+
 def test_table(gen, model, text):
     lines = gen.ok("-q", "-m", model, "--kv-report", "-f", text, "-c", "64", "--chunks", "1", "--kv-layout", "contiguous").text.splitlines()
     assert "1 window of 64 tokens" in lines[0] + lines[1]
