@@ -130,6 +130,20 @@ def gemma3():
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """tiny(**arguments of random_model) is the path of that model; the same arguments give the same file, made once."""
+    from make_model import random_model
+    folder, made = tmp_path_factory.mktemp("tiny"), {}
+
+    def make(**arguments):
+        key = repr(sorted(arguments.items()))
+        if key not in made:
+            made[key] = random_model(str(folder / f"{len(made)}.gguf"), **arguments)
+        return made[key]
+    return make
+
+
+@pytest.fixture(scope="session")
 def mkfix(data, tmp_path_factory):
     """mkfix("chain", "--text", "ok") makes a small GGUF with DATA's fixture maker and returns its path; the same words
     give the same file, made once. "patch" takes the source file second: mkfix("patch", source, key, value)."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import BUILD, ROOT
 import cuda_counters
-from make_model import ARCHITECTURES, WEIGHT_TYPES, random_model
+from make_model import ARCHITECTURES, WEIGHT_TYPES
 
 FLOAT_BOUND, BOUND = 1e-4, 1e-3
 STEPS = ("prefill", "decode", "extend", "together")
@@ -29,16 +29,8 @@ if not list(ROOT.glob("*.cu")):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """model(**arguments of random_model): its path; the same arguments give the same file, made once."""
-    folder, made = tmp_path_factory.mktemp("models"), {}
-
-    def make(**arguments):
-        key = repr(sorted(arguments.items()))
-        if key not in made:
-            made[key] = random_model(str(folder / f"{len(made)}.gguf"), **{**SMALL, **arguments})
-        return made[key]
-    return make
+def model(tiny):
+    return lambda **arguments: tiny(**{**SMALL, **arguments})
 
 
 def emulate(*command, settings=""):

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from make_model import random_model
 from oracle import Oracle, log_softmax, read_log_probs
 
 BLOCK = 32
@@ -22,14 +21,8 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder, made = tmp_path_factory.mktemp("models"), {}
-
-    def make(name):
-        if name not in made:
-            made[name] = random_model(str(folder / f"{name}.gguf"), **MODELS[name])
-        return made[name]
-    return make
+def model(tiny):
+    return lambda name: tiny(**MODELS[name])
 
 
 @pytest.fixture(scope="module")

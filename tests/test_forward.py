@@ -13,7 +13,7 @@ import json
 
 import numpy as np
 import pytest
-from make_model import ARCHITECTURES, BYTE0, CONTROL, FLOAT_TYPES, WEIGHT_TYPES, chain_model, ids_of, random_model
+from make_model import ARCHITECTURES, BYTE0, CONTROL, FLOAT_TYPES, WEIGHT_TYPES, chain_model, ids_of
 from oracle import Oracle, kl_divergence, log_softmax, read_log_probs
 
 FLOAT_BOUND = 1e-4
@@ -23,16 +23,8 @@ TEXT = bytes(np.random.default_rng(7).integers(ord("a"), ord("z") + 1, 4000, np.
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """model(**arguments of random_model): its path; the same arguments give the same file, made once."""
-    folder, made = tmp_path_factory.mktemp("models"), {}
-
-    def make(**arguments):
-        key = repr(sorted(arguments.items()))
-        if key not in made:
-            made[key] = random_model(str(folder / f"{len(made)}.gguf"), **arguments)
-        return made[key]
-    return make
+def model(tiny):
+    return tiny
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import subprocess
 
 import pytest
 from conftest import GEN, run_program
-from make_model import random_model
 
 MPIRUN = shutil.which("mpirun")
 # As in a text that a model was made for, the sums' order changes the seventh digit; a cache of 16 bits makes more of it.
@@ -34,16 +33,8 @@ def mpi(gen):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder, made = tmp_path_factory.mktemp("ranks"), {}
-
-    def make(**how):
-        key = tuple(sorted(how.items()))
-        if key not in made:
-            made[key] = folder / f"{len(made)}.gguf"
-            random_model(made[key], **how)
-        return made[key]
-    return make
+def models(tiny):
+    return tiny
 
 
 def answer(text):
