@@ -57,6 +57,7 @@ struct cpu {
     float *part;                       /* results of parts: see part_at */
     struct part *parts[KV_GROUPS];     /* [split_tokens * max_splits] of the batch */
     int n_parts[KV_GROUPS], n_splits[KV_GROUPS];   /* ... and how many there were if each row were alone */
+    int part_heads[KV_GROUPS];         /* KV heads that a thread computes together: divides n_kv */
     int n_single;                      /* rows at the batch's beginning whose attention is done in parts */
     size_t split_tokens, max_splits;   /* of `part` */
     char **scratch;                    /* [threads] of scratch_bytes each */
@@ -511,8 +512,9 @@ static struct splits splits_of(const struct cpu *c, const struct kv_view *v, int
 /* The number in the sequence of split `i` of `s`. */
 static int64_t split_number(const struct splits *s, int i) { return i < s->sinks ? i : s->first + i - s->sinks; }
 
-/* Gathers the queries of the `n` rows from `row` and KV head `h`: row-major by token, then by query head of the group. */
-static void gather_queries(struct cpu *c, const struct cpu_layer *l, int row, int n, int h, bool sinks,
+/* Gathers the queries of the `n` rows from `row` for `heads` KV heads from `h` on: by KV head, then by token, then by
+ * query head of the group. */
+static void gather_queries(struct cpu *c, const struct cpu_layer *l, int row, int n, int h, int heads, bool sinks,
                            struct queries *qs)
 {
     const struct kv_view *v = view_of(c, l, row);
@@ -522,7 +524,8 @@ static void gather_queries(struct cpu *c, const struct cpu_layer *l, int row, in
         int64_t pos = place_of(c, v, row + i);
         struct kv_range seen = sinks ? kv_sink_range(pos, v->sinks, v->window)
                                      : kv_window_range(pos, v->sinks, v->window);
-        memcpy(qs->q + (size_t)i * size, q + (size_t)i * stride, sizeof(float) * size);
+        for (int j = 0; j < heads; j++)
+            memcpy(qs->q + (size_t)(j * n + i) * size, q + (size_t)i * stride + (size_t)j * size, sizeof(float) * size);
         for (int j = i * g; j < (i + 1) * g; j++) {
             qs->first[j] = seen.first;
             qs->last[j] = seen.last;
@@ -531,16 +534,16 @@ static void gather_queries(struct cpu *c, const struct cpu_layer *l, int row, in
     }
 }
 
-/* Attention of the n_q queries to split `i` of `s`; the thread is likely to look at split `next` for KV head next_h
- * after it. */
-static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct kv_view *view, int h,
+/* Attention of the n_q queries of each of `heads` KV heads to split `i` of `s`; the thread is likely to look at split
+ * `next` for KV heads from next_h on after it. */
+static void attend_split(struct cpu *c, const struct cpu_layer *l, const struct kv_view *view, int h, int heads,
                          const struct splits *s, int i, int next_h, int next, int n_q, struct queries *qs)
 {
     int64_t begin = split_number(s, i) * KV_SPLIT, end = begin + KV_SPLIT;
     int64_t first = qs->first[0], last = qs->last[n_q - 1];            /* both rise from row to row */
     if (first > begin) begin = first / KV_BLOCK * KV_BLOCK;           /* nobody sees the blocks before */
     if (last + 1 < end) end = last + 1;
-    struct attend a = { view, l->index, h, n_q, qs->q, qs->first, qs->last, qs->pos, begin, end, next_h,
+    struct attend a = { view, l->index, h, heads, n_q, qs->q, qs->first, qs->last, qs->pos, begin, end, next_h,
                         split_number(s, next) * KV_SPLIT, c->m->attn_cap, qs->m1, qs->l1, qs->o1, qs->kernel };
     c->k->attend(&a);
 }
@@ -559,12 +562,14 @@ static int shared_splits(const struct cpu *c, int group, int r)
     return i;
 }
 
+enum { PIECES_EACH = 4 };              /* pieces of a phase that a thread should find, for an even end */
+
 /* Cuts the attention of the single rows into parts. Rows whose texts begin alike look at what is common together, so
  * that it is read and widened once (Juravsky et al. 2024, "Hydragen"). */
 static void plan_parts(struct cpu *c, int group)
 {
     struct part *parts = c->parts[group];
-    int n = 0, all = 0, most = ATTEND_ROWS / group_size(c->m);
+    int n = 0, all = 0, g = group_size(c->m), most = ATTEND_ROWS / g, widest = 1, heads = c->m->n_kv;
     bool used = batch_view(c, 0, group)->main.shape->n_layer > 0;
     for (int r = 0, end; r < c->n_single && used; r = end) {
         int common = 0;
@@ -574,12 +579,17 @@ static void plan_parts(struct cpu *c, int group)
             if (!common) common = shared;
         }
         for (int i = 0; i < common; i++) parts[n++] = (struct part){ r, end - r, i };
+        widest = common && end - r > widest ? end - r : widest;
         for (int k = r; k < end; k++) {
             int count = splits_of(c, batch_view(c, k, group), k, 1).count;
             all += count;
             for (int i = common; i < count; i++) parts[n++] = (struct part){ k, 1, i };
         }
     }
+    while (c->m->n_kv % heads || heads * widest * g > ATTEND_ROWS ||
+           (heads > 1 && n * (c->m->n_kv / heads) < PIECES_EACH * team_size(c->team)))
+        heads--;
+    c->part_heads[group] = heads;
     c->n_parts[group] = n;
     c->n_splits[group] = all;
 }
@@ -595,27 +605,29 @@ static void add_mass(struct cpu *c, const struct cpu_layer *l, int row, int n, i
         int64_t before = v->prompt - 1 - c->batch->rows[row + j / g].pos;
         qs->l1[j] = qs->l[j] / (float)(before > 0 ? pow(v->fade, (double)(before / KV_BLOCK)) : 1);
     }
-    struct attend a = { v, l->index, h, n_q - i, qs->q + (size_t)i * c->m->head_k, qs->first + i, qs->last + i,
+    struct attend a = { v, l->index, h, 1, n_q - i, qs->q + (size_t)i * c->m->head_k, qs->first + i, qs->last + i,
                         qs->pos + i, 0, qs->last[n_q - 1] + 1, h, 0,
                         c->m->attn_cap, qs->m + i, qs->l1 + i, NULL, qs->kernel };
     c->k->mass(&a, v->mass + ((size_t)l->index * c->m->n_kv + h) * v->mass_rows);
 }
 
-/* Part i of the single rows' attention, for KV head h. */
-static void attend_part(struct cpu *c, const struct cpu_layer *l, int i, int h, int thread)
+/* Piece i of the single rows' attention: a part, for some of the KV heads. */
+static void attend_part(struct cpu *c, const struct cpu_layer *l, int i, int thread)
 {
     const struct model *m = c->m;
-    struct part *parts = c->parts[l->group], p = parts[i];
     struct queries qs;
-    int g = group_size(m), coming = i * m->n_kv + h + team_size(c->team);      /* threads take turns */
+    int g = group_size(m), heads = c->part_heads[l->group], of_part = m->n_kv / heads, h = i % of_part * heads;
+    int coming = i + team_size(c->team);                               /* threads take turns */
+    struct part p = c->parts[l->group][i / of_part], *next = &c->parts[l->group][coming / of_part];
     struct splits s = splits_of(c, view_of(c, l, p.row), p.row, 1);
-    bool follows = coming < c->n_parts[l->group] * m->n_kv && parts[coming / m->n_kv].row == p.row;
+    bool follows = coming < c->n_parts[l->group] * of_part && next->row == p.row;
     lay_out(c, thread, &qs);
-    gather_queries(c, l, p.row, p.n, h, p.split < s.sinks, &qs);
-    attend_split(c, l, view_of(c, l, p.row), h, &s, p.split, coming % m->n_kv,
-                 follows ? parts[coming / m->n_kv].split : s.count, p.n * g, &qs);
-    for (int j = 0; j < p.n * g; j++) {
-        float *part = part_at(c, p.row + j / g, h * g + j % g, p.split);
+    gather_queries(c, l, p.row, p.n, h, heads, p.split < s.sinks, &qs);
+    attend_split(c, l, view_of(c, l, p.row), h, heads, &s, p.split, coming % of_part * heads,
+                 follows ? next->split : s.count, p.n * g, &qs);
+    for (int j = 0; j < heads * p.n * g; j++) {
+        int head = h + j / (p.n * g), row = p.row + j / g % p.n;
+        float *part = part_at(c, row, head * g + j % g, p.split);
         part[0] = qs.m1[j];
         part[1] = qs.l1[j];
         memcpy(part + 2, qs.o1 + (size_t)j * m->head_v, sizeof(float) * m->head_v);
@@ -658,9 +670,9 @@ static void attend_tile(struct cpu *c, const struct cpu_layer *l, int tile, int 
     memset(qs.o, 0, sizeof(float) * n_q * m->head_v);
     for (int i = 0; i < n_q; i++) qs.m[i] = -INFINITY, qs.l[i] = 0;
     for (int i = 0; i < s.count; i++) {
-        if (i == 0 || i == s.sinks) gather_queries(c, l, row, n, h, i < s.sinks, &qs);
+        if (i == 0 || i == s.sinks) gather_queries(c, l, row, n, h, 1, i < s.sinks, &qs);
         if (!is_own(c, split_number(&s, i))) continue;
-        attend_split(c, l, view, h, &s, i, h, i + 1, n_q, &qs);
+        attend_split(c, l, view, h, 1, &s, i, h, i + 1, n_q, &qs);
         for (int j = 0; j < n_q; j++)
             c->k->join(&qs.m[j], &qs.l[j], qs.o + (size_t)j * m->head_v, qs.m1[j], qs.l1[j],
                        qs.o1 + (size_t)j * m->head_v, m->head_v);
@@ -703,15 +715,16 @@ static int whole_tiles(const struct cpu *c) { return c->n_tiles - c->n_single; }
 
 static int attend_pieces(const struct cpu *c)
 {
-    return (whole_tiles(c) + c->n_parts[c->layers[c->layer].group]) * c->m->n_kv;
+    int group = c->layers[c->layer].group;
+    return whole_tiles(c) * c->m->n_kv + c->n_parts[group] * (c->m->n_kv / c->part_heads[group]);
 }
 
 static void attend_piece(struct cpu *c, int i, int thread)
 {
     const struct cpu_layer *l = &c->layers[c->layer];
-    int n_kv = c->m->n_kv, whole = whole_tiles(c);
-    if (i < whole * n_kv) attend_tile(c, l, c->n_tiles - 1 - i / n_kv, i % n_kv, thread);      /* the longest first */
-    else attend_part(c, l, i / n_kv - whole, i % n_kv, thread);
+    int n_kv = c->m->n_kv, whole = whole_tiles(c) * n_kv;
+    if (i < whole) attend_tile(c, l, c->n_tiles - 1 - i / n_kv, i % n_kv, thread);     /* the longest first */
+    else attend_part(c, l, i - whole, thread);
 }
 
 /* The maxima and sums of a single row's queries are known once all its parts are there. */
@@ -735,7 +748,7 @@ static void mass_piece(struct cpu *c, int i, int thread)
             c->k->join(&qs.m[j], &qs.l[j], NULL, p[0], p[1], NULL, 0);
         }
     }
-    gather_queries(c, l, row, 1, h, false, &qs);
+    gather_queries(c, l, row, 1, h, 1, false, &qs);
     add_mass(c, l, row, 1, h, &qs);
 }
 

@@ -45,27 +45,28 @@ struct weight {
     const void *data;
 };
 
-/* Attention of a few query rows over the keys of one split: partial results in the online-softmax form. The rows share
- * one KV head; row i sees keys [first[i], last[i]] of the split. Keys are taken in steps of 32 at absolute multiples of
- * 32: m' = max(m, scores), l = l * exp(m - m') + sum p, o = o * exp(m - m') + sum p * v. A row that sees nothing gets
- * m = -inf, l = 0, o = 0. */
+/* Attention of a few query rows over the keys of one split: partial results in the online-softmax form. Each of the KV
+ * heads [head, head + heads) has n_q rows, of which row i sees keys [first[i], last[i]] of the split. Keys are taken in
+ * steps of 32 at absolute multiples of 32: m' = max(m, scores), l = l * exp(m - m') + sum p, o = o * exp(m - m') +
+ * sum p * v. A row that sees nothing gets m = -inf, l = 0, o = 0. A step is taken by all heads before the next, as their
+ * tiles lie side by side; no result depends on how many heads are computed together. */
 struct attend {
     const struct kv_view *view;
-    int layer, head;                   /* layer in the group, KV head */
-    int n_q;                           /* query rows */
-    const float *q;                    /* [n_q][head_k], already scaled */
+    int layer, head, heads;            /* layer in the group, first KV head, KV heads */
+    int n_q;                           /* query rows of a KV head */
+    const float *q;                    /* [heads][n_q][head_k], already scaled */
     const int64_t *first, *last;       /* [n_q] keys that a row sees, inclusive; none where last < first */
     const int64_t *pos;                /* [n_q] the rows' own places in the cache, rising */
     int64_t begin, end;                /* the split: keys [begin, end), begin a multiple of KV_SPLIT */
     int next_head;                     /* what is likely to be read after it, for the processor's caches: the keys */
     int64_t next;                      /* from there on, of this KV head */
     float cap;                         /* soft cap of the scores; 0 = none */
-    float *m, *l;                      /* [n_q] */
-    float *o;                          /* [n_q][head_v] */
+    float *m, *l;                      /* [heads][n_q] */
+    float *o;                          /* [heads][n_q][head_v] */
     float *scratch;                    /* [ATTEND_SCRATCH] */
 };
 enum {
-    ATTEND_ROWS = 64,                  /* query rows that attend is given at most */
+    ATTEND_ROWS = 64,                  /* query rows of all heads that attend is given at most */
     ATTEND_SCRATCH = 12 * KV_BLOCK     /* floats */
 };
 

@@ -25,7 +25,8 @@ static float rnd(void)           /* roughly normal */
     return x * 1.7f;
 }
 
-/* A cache of `n` random tokens (one KV head of two, one layer of two) with pages in falling order, the rest of it NaN. */
+/* A cache of `n` random tokens (the second layer of two) with pages in falling order, the rest of it NaN. KV head 0 has
+ * the tokens of KV head 1 in reverse order. */
 struct cache { struct kv_shape shape; struct kv_view view; int32_t *pages; float *k, *v; int n; };
 
 static void fill(struct cache *c, const struct kernels *table, enum kv_type type, int head_k, int head_v, int page, int n)
@@ -39,6 +40,11 @@ static void fill(struct cache *c, const struct kernels *table, enum kv_type type
     memset(c->view.main.base, 0xff, bytes);
     for (int i = 0; i < n * head_k; i++) c->k[i] = rnd();
     for (int i = 0; i < n * head_v; i++) c->v[i] = rnd();
+    for (int t = 0; t < n; t++) {
+        const float *k = c->k + (size_t)(n - 1 - t) * head_k, *v = c->v + (size_t)(n - 1 - t) * head_v;
+        table->put_key(kv_k_tile(&c->view.main, 1, 0, t), type, k, head_k, t % KV_BLOCK);
+        table->put_value(kv_v_tile(&c->view.main, 1, 0, t), type, v, head_v, t % KV_BLOCK);
+    }
     for (int t = 0; t < n; t++) {
         table->put_key(kv_k_tile(&c->view.main, 1, 1, t), type, c->k + (size_t)t * head_k, head_k, t % KV_BLOCK);
         table->put_value(kv_v_tile(&c->view.main, 1, 1, t), type, c->v + (size_t)t * head_v, head_v, t % KV_BLOCK);
@@ -63,7 +69,7 @@ static void run(const struct kernels *table, const struct cache *c, const float 
     for (int r = 0; r < n_q; r += step) {
         int n = n_q - r < step ? n_q - r : step;
         for (int64_t begin = 0; begin < c->n; begin += KV_SPLIT) {
-            struct attend a = { &c->view, 1, 1, n, q + (size_t)r * D, first + r, last + r, last + r, begin,
+            struct attend a = { &c->view, 1, 1, 1, n, q + (size_t)r * D, first + r, last + r, last + r, begin,
                                 begin + KV_SPLIT < c->n ? begin + KV_SPLIT : c->n, 1, begin + KV_SPLIT, cap, m1, l1, o1,
                                 scratch };
             for (int i = 0; i < n * V; i++) o1[i] = NAN;
@@ -71,7 +77,7 @@ static void run(const struct kernels *table, const struct cache *c, const float 
             for (int i = 0; i < n; i++)
                 table->join(&m[r + i], &l[r + i], out + (size_t)(r + i) * V, m1[i], l1[i], o1 + (size_t)i * V, V);
         }
-        struct attend a = { &c->view, 1, 1, n, q + (size_t)r * D, first + r, last + r, last + r, 0, c->n, 1, 0, cap, m + r, l + r, NULL,
+        struct attend a = { &c->view, 1, 1, 1, n, q + (size_t)r * D, first + r, last + r, last + r, 0, c->n, 1, 0, cap, m + r, l + r, NULL,
                             scratch };
         table->mass(&a, mass);
     }
@@ -112,6 +118,26 @@ static double oracle_error(const struct cache *c, const float *q, const int64_t 
 
 enum { ROWS = 13 };
 
+/* Both KV heads at once give the bits that each gives alone. */
+static void check_heads(const struct kernels *table, const struct cache *c, const float *q, const int64_t *first,
+                        const int64_t *last)
+{
+    int D = c->shape.head_k, V = c->shape.head_v, n = ROWS / 2;
+    int64_t begin = (c->n - 1) / KV_SPLIT * KV_SPLIT;
+    float m[2][ROWS], l[2][ROWS], scratch[ATTEND_SCRATCH], *o = malloc(sizeof(float) * 4 * n * V);
+    struct attend a = { &c->view, 1, 0, 2, n, q, first, last, last, begin, c->n, 0, c->n, 0, m[0], l[0], o, scratch };
+    table->attend(&a);
+    for (int h = 0; h < 2; h++) {
+        struct attend one = { &c->view, 1, h, 1, n, q + h * n * D, first, last, last, begin, c->n, h, c->n, 0,
+                              m[1] + h * n, l[1] + h * n, o + (2 + h) * n * V, scratch };
+        table->attend(&one);
+    }
+    if (memcmp(m[0], m[1], sizeof(float) * 2 * n) || memcmp(l[0], l[1], sizeof(float) * 2 * n) ||
+        memcmp(o, o + 2 * n * V, sizeof(float) * 2 * n * V))
+        fail_msg("%s: two heads together give other bits", table->name);
+    free(o);
+}
+
 static void check(const struct kernels *table, enum kv_type type, int head_k, int head_v, int page, int n, int window, float cap)
 {
     struct cache c;
@@ -138,6 +164,7 @@ static void check(const struct kernels *table, enum kv_type type, int head_k, in
         if (memcmp(a, b, sizeof(float) * ROWS * head_v) || memcmp(mass, mass + n, n * sizeof *mass))
             fail_msg("%s: rows by %d give other bits", table->name, step);
     }
+    check_heads(table, &c, q, first, last);
     free(q), free(a), free(b), free(mass);
     drop(&c);
 }
