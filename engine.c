@@ -666,8 +666,7 @@ static void put_blocks(const struct sequence *s, struct kvstore *k, struct kvsto
     }
 }
 
-/* Puts the prompt's new blocks into the engine's store, before parts of them are dropped. Once the whole prompt is
- * computed, they are kept. */
+/* Puts the prompt's new blocks into the engine's store, before parts of them are dropped. */
 static void store_prompt(struct sequence *s)
 {
     struct engine *g = s->g;
@@ -678,6 +677,7 @@ static void store_prompt(struct sequence *s)
     s->stored = n / KV_BLOCK;
     memcpy(s->stored_key, b.key, KV_KEY);
     if (s->stored == s->prompt / KV_BLOCK) g->store->done(g->store);
+    else g->store->pause(g->store);
 }
 
 static bool room_for_block(struct engine *g, struct error *e)
@@ -720,15 +720,16 @@ void sequence_restore(struct sequence *s, struct kvstore *k, const uint8_t root[
     struct error ignored;
     int64_t from = s->n / KV_BLOCK, most = n / KV_BLOCK, found = 0;
     struct kvstore_block b = last_block(0, root), *chain = most > from ? malloc((size_t)most * sizeof *chain) : NULL;
-    if (!chain || s->mass || !in_memory(g)) return free(chain);
+    if (!chain || !in_memory(g)) return free(chain);
     for (bool missing = false; found < most && !missing; found += !missing) {
         next_block(g, &b, tokens);
-        b.parts = found < from ? KV_ALL_PARTS : k->find(k, &b);
+        b.parts = k->find(k, &b);      /* of its own ones, too: they are used */
+        if (found < from) b.parts = KV_ALL_PARTS;
         b.bytes = engine_block_bytes(g, found, b.parts);
         chain[found] = b;
         missing = engine_block_needs(g, found, most * KV_BLOCK) & ~b.parts;
     }
-    while (found > from && !enough(g, chain, from, found)) found--;
+    while (found > from && (s->mass || !enough(g, chain, from, found))) found--;
     if (found > from && sequence_cut(s, from * KV_BLOCK) < from * KV_BLOCK) {
         sequence_restore(s, k, root, tokens, n);       /* less of its own stays */
     } else if (found > from) {

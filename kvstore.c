@@ -49,9 +49,8 @@ enum {
 #define TRANSACTION ((uint64_t)16 << 20)           /* most bytes of one transaction */
 #define LOG ((uint64_t)32 << 20)                   /* the write-ahead log is worked off when it has so many bytes */
 
-/* A block's use is the time of the prompt that used it less its index, so a block was never used before its parent: the
- * least recently used one is always the last of a prefix. The data has a table of its own, since a change of `used`
- * writes its whole row. */
+/* A block's use is the time of the prompt that used it less its index, but always before its parent's: the least recently
+ * used one is the last of a prefix. The data has a table of its own, since a change of `used` writes its whole row. */
 static const char schema[] =
     "CREATE TABLE block(id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, parent BLOB NOT NULL, used INTEGER NOT NULL,"
     " parts INTEGER NOT NULL, tokens BLOB NOT NULL, sum INTEGER NOT NULL);"
@@ -62,14 +61,15 @@ static const char schema[] =
 enum statement {
     BEGIN, COMMIT, ROLLBACK, FIND, READ, TOUCH, ADD, ADD_DATA, OLDEST, DROP, DROP_DATA, SIZE, KNOWN, REMEMBER, STATEMENTS
 };
+#define USED(parent) "min(?2, ifnull((SELECT p.used - 1 FROM block p WHERE p.key = " parent "), ?2))"
 static const char *const sql[STATEMENTS] = {
     [BEGIN] = "BEGIN IMMEDIATE",
     [COMMIT] = "COMMIT",
     [ROLLBACK] = "ROLLBACK",
     [FIND] = "SELECT id, parts FROM block WHERE key = ?1",
     [READ] = "SELECT parent, tokens, parts, sum, bytes FROM block JOIN data USING (id) WHERE key = ?1",
-    [TOUCH] = "UPDATE block SET used = ?2 WHERE key = ?1 AND used < ?2",
-    [ADD] = "INSERT INTO block(key, used, parent, parts, tokens, sum) VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+    [TOUCH] = "UPDATE block SET used = " USED("block.parent") " WHERE key = ?1 AND used < ?2",
+    [ADD] = "INSERT INTO block(key, used, parent, parts, tokens, sum) VALUES (?1, " USED("?3") ", ?3, ?4, ?5, ?6)",
     [ADD_DATA] = "INSERT INTO data(id, bytes) VALUES (?1, ?2)",
     [OLDEST] = "SELECT id, used FROM block ORDER BY used LIMIT 1",
     [DROP] = "DELETE FROM block WHERE id = ?1",
@@ -96,7 +96,7 @@ struct database {
     bool ours, damaged;                /* the header says it is gen's; it is to be removed */
     int64_t now;                       /* microseconds: the time of this prompt, 0 = not taken yet */
     int64_t deepest;                   /* largest index of a block of this prompt */
-    struct bytes touched;              /* struct touch of each block that was read */
+    struct bytes touched;              /* struct touch of each block that was found */
 };
 
 /* ---- what goes wrong --------------------------------------------------------------------------------------------- */
@@ -262,8 +262,8 @@ static bool touch(struct database *d, const uint8_t key[KV_KEY], int64_t index)
     return run(d, TOUCH);
 }
 
-/* Marks the blocks that were read as used, in a transaction. */
-static void touch_read(struct database *d)
+/* Marks the blocks that were found as used, in a transaction. */
+static void touch_found(struct database *d)
 {
     const struct touch *t = (const struct touch *)d->touched.data;
     size_t n = d->touched.len / sizeof *t;
@@ -288,15 +288,19 @@ static int64_t find_id(struct database *d, const uint8_t key[KV_KEY], unsigned *
 
 static unsigned db_find(struct kvstore *k, const struct kvstore_block *b)
 {
+    struct database *d = (struct database *)k;
+    struct touch used = { .index = b->index };
     unsigned parts;
-    return find_id((struct database *)k, b->key, &parts) ? parts : 0;
+    if (!find_id(d, b->key, &parts)) return 0;
+    memcpy(used.key, b->key, KV_KEY);
+    if (!bytes_add(&d->touched, &used, sizeof used)) d->touched.len = 0;
+    return parts;
 }
 
 static const void *db_read(struct kvstore *k, const struct kvstore_block *b)
 {
     struct database *d = (struct database *)k;
     struct kvstore_block row = *b;
-    struct touch used = { .index = b->index };
     if (d->off) return NULL;
     reset(d, READ);                    /* of the call before this one */
     bind_blob(d, READ, 1, b->key, KV_KEY);
@@ -304,14 +308,12 @@ static const void *db_read(struct kvstore *k, const struct kvstore_block *b)
     const uint8_t *parent = blob(d, READ, 0, KV_KEY);
     row.tokens = blob(d, READ, 1, KV_BLOCK * sizeof *b->tokens);
     row.parts = (unsigned)number(d, READ, 2);
+    if (row.parts != b->parts) return NULL;            /* another process has put more of it since it was found */
     row.data = blob(d, READ, 4, b->bytes);
     if (parent) memcpy(row.parent, parent, KV_KEY);
     bool whole = parent && row.tokens && row.data && kvstore_block_sum(&row) == (uint64_t)number(d, READ, 3)
               && memcmp(row.tokens, b->tokens, KV_BLOCK * sizeof *b->tokens) == 0;
     if (!whole) return damage(d, "a block's checksum is wrong"), NULL;
-    if (row.parts != b->parts) return NULL;
-    memcpy(used.key, b->key, KV_KEY);
-    if (!bytes_add(&d->touched, &used, sizeof used)) d->touched.len = 0;
     return row.data;
 }
 
@@ -320,7 +322,7 @@ static void db_put(struct kvstore *k, const struct kvstore_block *b)
     struct database *d = (struct database *)k;
     unsigned there;
     if (!begin(d)) return;
-    touch_read(d);                     /* or they might have to make room */
+    touch_found(d);                    /* or they might have to make room */
     int64_t id = find_id(d, b->key, &there);
     if (id && !(b->parts & ~there)) {
         touch(d, b->key, b->index);
@@ -346,14 +348,21 @@ static void db_put(struct kvstore *k, const struct kvstore_block *b)
     if (d->pending >= d->most) commit(d);
 }
 
-static void db_done(struct kvstore *k)
+static void db_pause(struct kvstore *k)
 {
     struct database *d = (struct database *)k;
     reset(d, READ);
-    if (d->touched.len && begin(d)) touch_read(d);
-    d->touched.len = 0;
     commit(d);
+}
+
+static void db_done(struct kvstore *k)
+{
+    struct database *d = (struct database *)k;
+    if (d->touched.len && begin(d)) touch_found(d);
+    d->touched.len = 0;
+    db_pause(k);
     d->now = d->deepest = 0;
+    d->silent = false;                 /* the lock that was waited for may be free by the next prompt */
 }
 
 static bool db_known(struct kvstore *k, const uint8_t identity[32], uint8_t fingerprint[32])
@@ -487,7 +496,7 @@ struct kvstore *kvstore_open(const char *dir, uint64_t limit, void (*tell)(void 
         tell(user, "cannot allocate memory for the prefix cache: this run goes on without it");
         return NULL;
     }
-    d->base = (struct kvstore){ db_find, db_read, db_put, db_done, db_known, db_remember, db_close, tell, user };
+    d->base = (struct kvstore){ db_find, db_read, db_put, db_pause, db_done, db_known, db_remember, db_close, tell, user };
     d->path = path;
     d->dir = -1;
     d->limit = limit / 4 * 3;          /* the rest is left to the write-ahead log */

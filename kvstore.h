@@ -20,14 +20,16 @@ struct kvstore_block {
 };
 
 struct kvstore {
-    /* The parts that are there of the block with this key; 0 = nothing is. */
+    /* The parts that are there of the block with this key; 0 = nothing is. What is found counts as used. */
     unsigned (*find)(struct kvstore *k, const struct kvstore_block *b);
     /* The data of a block that was found, with exactly these parts and bytes and for these tokens, until the next call;
      * NULL = not there after all. */
     const void *(*read)(struct kvstore *k, const struct kvstore_block *b);
     /* Keeps a block. */
     void (*put)(struct kvstore *k, const struct kvstore_block *b);
-    /* A prompt is done: what was put is kept, what was read counts as used. */
+    /* What was put is kept; no other process has to wait for this one while it computes what comes next. */
+    void (*pause)(struct kvstore *k);
+    /* As pause: a prompt is done. */
     void (*done)(struct kvstore *k);
     /* The fingerprint of the model file that has this identity (gguf_identity), and the remembering of one. */
     bool (*known)(struct kvstore *k, const uint8_t identity[32], uint8_t fingerprint[32]);

@@ -297,7 +297,7 @@ bool kvstore_file_save(struct kvstore *k, const struct kvstore_text *t, struct e
 
 /* ---- the rest ---------------------------------------------------------------------------------------------------- */
 
-static void file_done(struct kvstore *k) { (void)k; }
+static void file_kept(struct kvstore *k) { (void)k; }  /* by kvstore_file_save */
 
 static bool file_known(struct kvstore *k, const uint8_t identity[32], uint8_t fingerprint[32])
 {
@@ -340,8 +340,8 @@ struct kvstore *kvstore_file_open(const char *path, enum kvstore_use use, struct
 {
     struct file *f = alloc_zeroed(1, sizeof *f, "the cache file", e);
     if (!f) return NULL;
-    f->base = (struct kvstore){ file_find, file_read, file_put, file_done, file_known, file_remember, file_close,
-                                tell_nobody, NULL };
+    f->base = (struct kvstore){ file_find, file_read, file_put, file_kept, file_kept, file_known, file_remember,
+                                file_close, tell_nobody, NULL };
     f->fd = -1;
     f->use = use;
     f->path = strdup(path);

@@ -289,6 +289,20 @@ def test_conversation(gen, models, tmp_path):
     assert check(folder) == 9
 
 
+def test_chat_keeps_its_beginning(gen, models, tmp_path):
+    """Of a long chat, whose turns take nothing from the store, the first blocks are used as late as the last ones; so are those
+    of a text that another line of a batch has computed."""
+    folder, model = tmp_path / "d", models / "llama"
+    turns = "".join(text(i, 150) + "\n" for i in range(3))
+    gen.ok("-m", model, "--chat", "--chat-template", "chatml", "-n", "8", "--prefix-cache", folder, "--temp", "0", stdin=turns)
+    assert check(folder) > 12
+    folder = tmp_path / "e"
+    lines = "".join(json.dumps({"prompt": X[:128] + text(i, 300)}) + "\n" for i in range(2))
+    for size in ("64", "512"):
+        gen.ok("-m", model, "--batch", "-", "-n", "4", "-np", "2", "-b", size, "--prefix-cache", folder, stdin=lines)
+        check(folder)
+
+
 def test_size(gen, models, tmp_path):
     """The folder stays within its size; what is used stays, the ends of prefixes go first."""
     folder, model, limit = tmp_path / "d", models / "llama", 2 << 20
@@ -321,6 +335,33 @@ def test_processes_at_once(gen, models, tmp_path):
             said = json.loads(out)
             assert (said["tokens"], said["logits_sha256"]) == expected[prompt]
     assert check(folder) > 20
+
+
+def test_computes_while_another_stores(gen, models, tmp_path):
+    """A process that is stopped between two parts of its prompt leaves the store to others."""
+    folder = tmp_path / "d"
+    args = [str(w) for w in ("-m", models / "llama", "-n", "1", "-b", "64", "-t", "1", "--prefix-cache", folder)]
+    first, second, stored = text(1, 2000), text(2, 500), 0
+    answer(gen, models / "llama", X, "--prefix-cache", folder)
+    run = subprocess.Popen([GEN, *args, "-q", "-p", first], stdout=subprocess.DEVNULL)
+    with contextlib.closing(sqlite3.connect(folder / "prefixes.db", timeout=0, isolation_level=None)) as db:
+        try:
+            while run.poll() is None and not stored:
+                time.sleep(0.001)
+                run.send_signal(signal.SIGSTOP)
+                with contextlib.suppress(sqlite3.OperationalError):        # it was stopped while it writes
+                    db.execute("BEGIN IMMEDIATE")
+                    stored = db.execute("SELECT count(*) FROM block").fetchone()[0] - 6
+                    db.execute("ROLLBACK")
+                if not stored:
+                    run.send_signal(signal.SIGCONT)
+            assert 0 < stored < 50, "its blocks are seen at its end only"
+            gen.ok(*args, "-p", second)
+        finally:
+            run.send_signal(signal.SIGCONT)
+            run.wait()
+    for prompt in (first, second):
+        assert answer(gen, models / "llama", prompt, "--prefix-cache", folder)[1] == blocks(prompt)
 
 
 def kill(gen, models, folder, times, seed):

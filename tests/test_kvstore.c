@@ -1,0 +1,123 @@
+/* The store that processes share, seen by two of them. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "../base.h"
+#include "../kvstore.h"
+
+#include <cmocka.h>              /* after base.h: it defines a macro named fail */
+
+static char folder[] = "/tmp/gen-kvstore-XXXXXX";
+static int told;
+
+static void tell(void *user, const char *sentence)
+{
+    (void)user;
+    print_message("%s\n", sentence);
+    told++;
+}
+
+static struct kvstore *store(void)
+{
+    struct kvstore *k = kvstore_open(folder, 64 << 20, tell, NULL);
+    assert_non_null(k);
+    return k;
+}
+
+/* A block without a parent whose text is `text`, with 1000 bytes for each of its parts. */
+static struct kvstore_block block(int32_t text, unsigned parts)
+{
+    static int32_t tokens[KV_BLOCK];
+    static const char data[3000];
+    struct kvstore_block b = { .parts = parts, .tokens = tokens, .data = data };
+    tokens[0] = text;
+    b.bytes = 1000 * (size_t)__builtin_popcount(parts);
+    kv_block_key(b.parent, tokens, b.key);
+    return b;
+}
+
+/* The one who computes after it has put a block does not keep the other one from putting his. */
+static void test_pause(void **unused)
+{
+    (void)unused;
+    struct kvstore *one = store(), *other = store();
+    struct kvstore_block first = block(1, 3);
+    one->put(one, &first);
+    one->pause(one);
+    struct kvstore_block second = block(2, 3);
+    other->put(other, &second);
+    other->done(other);
+    assert_int_equal(one->find(one, &second), 3);
+    assert_int_equal(other->find(other, &first), 3);
+    one->close(one);
+    other->close(other);
+    assert_int_equal(told, 0);
+}
+
+/* A lock that is held too long costs this prompt's blocks, not those of the next one. */
+static void test_silent(void **unused)
+{
+    (void)unused;
+    struct kvstore *one = store(), *other = store();
+    struct kvstore_block b = block(3, 3);
+    one->put(one, &b);
+    b = block(4, 3);
+    other->put(other, &b);
+    other->done(other);
+    assert_int_equal(other->find(other, &b), 0);
+    one->done(one);
+    other->put(other, &b);
+    other->done(other);
+    assert_int_equal(one->find(one, &b), 3);
+    one->close(one);
+    other->close(other);
+    assert_int_equal(told, 0);
+}
+
+/* Between finding a block and reading it another process may put more of it. */
+static void test_put_again(void **unused)
+{
+    (void)unused;
+    struct kvstore *one = store(), *other = store();
+    struct kvstore_block b = block(5, 1);
+    one->put(one, &b);
+    one->done(one);
+    assert_int_equal(one->find(one, &b), 1);
+    struct kvstore_block more = block(5, 3);
+    other->put(other, &more);
+    other->done(other);
+    assert_null(one->read(one, &b));
+    assert_int_equal(one->find(one, &more), 3);
+    assert_non_null(one->read(one, &more));
+    one->close(one);
+    other->close(other);
+    assert_int_equal(told, 0);
+}
+
+static int make(void **unused)
+{
+    (void)unused;
+    return mkdtemp(folder) ? 0 : -1;
+}
+
+static int clean(void **unused)
+{
+    (void)unused;
+    char file[100];
+    snprintf(file, sizeof file, "%s/prefixes.db", folder);
+    return unlink(file) || rmdir(folder);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_pause), cmocka_unit_test(test_silent), cmocka_unit_test(test_put_again),
+    };
+    return cmocka_run_group_tests(tests, make, clean);
+}
