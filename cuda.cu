@@ -831,6 +831,7 @@ struct gpu {
     struct kv_device pool;             /* memory of the page pools */
     const struct model *m;
     struct error *e;                   /* where the call under way reports its first failure */
+    struct error lost;                 /* what failed between forward passes: the next one reports it */
     const char *last;                  /* name of the kernel launched last */
     cudaDeviceProp device;
     int shared_limit, resident;        /* bytes of shared memory a block; blocks of the product kernel on the device */
@@ -1337,7 +1338,8 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     struct gpu *c = (struct gpu *)b;
     int n = batch->n_rows, wanted = 0, n_runs = 0, group = c->m->n_head / c->m->n_kv;
     bool alone = true;
-    struct error failed = {};
+    struct error failed = c->lost;
+    c->lost = {};
     for (int r = 0; r < n; r++) wanted += batch->rows[r].want == WANT_LOGITS;
     if (wanted > LOGIT_ROWS)
         return fail(e, GEN_RUN, "%d rows want logits, but a batch gives at most %d", wanted, LOGIT_ROWS);
@@ -1418,12 +1420,17 @@ static void pool_close(struct kv_device *d, unsigned char *base)
     cudaFree(base);
 }
 
-/* A failure is seen by the next forward pass. */
-static void pool_copy(struct kv_device *d, void *dst, const void *src, size_t bytes)
+static bool pool_copy(struct kv_device *d, void *dst, size_t dst_step, const void *src, size_t src_step, size_t bytes,
+                      int n)
 {
     struct gpu *c = of_pool(d);
-    cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, c->stream);
-    cudaStreamSynchronize(c->stream);
+    c->e = &c->lost;
+    cudaError_t r = n == 1 ? cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, c->stream)
+                  : cudaMemcpy2DAsync(dst, dst_step, src, src_step, bytes, n, cudaMemcpyDefault, c->stream);
+    bool ok = check(c, r, "cudaMemcpy", "the KV cache") &&
+              check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "the KV cache");
+    c->e = NULL;
+    return ok;
 }
 
 /* ---- opening ----------------------------------------------------------------------------------------------------- */

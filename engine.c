@@ -182,10 +182,7 @@ static bool open_backend(struct engine *g, const struct backend_options *o, stru
         return fail(e, GEN_USAGE, "--kv-offload moves pages of the CPU backend only: use --backend cpu");
     if (g->o.backend == BACKEND_CUDA && g->o.evict)
         return fail(e, GEN_USAGE, "--evict is there on the CPU backend only: use --backend cpu");
-    if (g->o.backend == BACKEND_CUDA && g->o.stores)
-        return fail(e, GEN_USAGE, "--prompt-cache and --prefix-cache are for the CPU backend only: use --backend cpu");
-    bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !g->o.kv_offload && !g->o.evict
-            && !g->o.stores;
+    bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !g->o.kv_offload && !g->o.evict;
     if (can && cuda_open(&g->b, g->m, o, &why)) return true;
     if (can) memcpy(g->note, why.text, sizeof g->note);
     if (g->o.backend == BACKEND_CUDA) return *e = why, false;
@@ -626,9 +623,6 @@ static bool grow(struct sequence *s, int n, struct error *e)
     return true;
 }
 
-/* Do the keys and values lie where the processor reads them, and all of them? */
-static bool in_memory(const struct engine *g) { return strcmp(g->b->name, "cpu") == 0 && comm_size(g->o.comm) == 1; }
-
 /* ---- the store --------------------------------------------------------------------------------------------------- */
 
 /* The last one of n blocks, whose key is given: the root where there are none. */
@@ -720,7 +714,7 @@ void sequence_restore(struct sequence *s, struct kvstore *k, const uint8_t root[
     struct error ignored;
     int64_t from = s->n / KV_BLOCK, most = n / KV_BLOCK, found = 0;
     struct kvstore_block b = last_block(0, root), *chain = most > from ? malloc((size_t)most * sizeof *chain) : NULL;
-    if (!chain || !in_memory(g)) return free(chain);
+    if (!chain || comm_size(g->o.comm) > 1) return free(chain);
     for (bool missing = false; found < most && !missing; found += !missing) {
         next_block(g, &b, tokens);
         b.parts = k->find(k, &b);      /* of its own ones, too: they are used */
@@ -1059,14 +1053,14 @@ unsigned sequence_read_block(const struct sequence *s, int64_t block, void *out)
     unsigned parts = 0;
     int64_t pos = block * KV_BLOCK;
     unsigned char *at = out;
-    if (block < 0 || pos + KV_BLOCK > s->n || s->gone || !in_memory(g)) return 0;
+    if (block < 0 || pos + KV_BLOCK > s->n || s->gone || comm_size(g->o.comm) > 1) return 0;
     for (int i = 0; i < KV_GROUPS; i++) {
         bool kept = pos >= s->dropped_main[i] || pos < g->sinks[i];
         if (!g->main[i].n_pages || !kept || !kv_table_holds(&s->main[i], &g->main[i], pos, pos + KV_BLOCK)) continue;
-        kv_block_read(&s->main[i], &g->main[i], pos, at);
+        if (!kv_block_read(&s->main[i], &g->main[i], pos, at)) return 0;
         at += kv_block_bytes(&g->main[i].shape);
         if (has_raw(g, i, block)) {
-            kv_block_read(&s->raw[i], &g->raw[i], pos, at);
+            if (!kv_block_read(&s->raw[i], &g->raw[i], pos, at)) return 0;
             at += kv_block_bytes(&g->raw[i].shape);
         }
         parts |= 1u << i;

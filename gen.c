@@ -320,7 +320,6 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
         .sinks = p->o.sinks, .evict = p->o.evict, .budget = p->o.budget, .cache = !p->o.no_kv_cache,
         .share = !p->o.no_share,
         .kv_memory = (size_t)p->o.kv_memory, .kv_offload = p->o.kv_offload,
-        .stores = p->o.prompt_cache || p->o.prefix_cache,
         .progress = progress, .comm = p->o.data_parallel ? NULL : p->comm,
     };
 }

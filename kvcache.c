@@ -136,11 +136,14 @@ int kv_table_needs(const struct kv_table *t, const struct kv_pool *p, int64_t fr
     return (more > 0 ? more : 0) + not_own(t, p, from);
 }
 
-/* Copies between the pool and this process, or within the pool. */
-static void copy_bytes(const struct kv_pool *p, void *dst, const void *src, size_t bytes)
+/* Copies n pieces between the pool and this process, or within the pool; steps: from a piece to the next. */
+static bool copy_pieces(const struct kv_pool *p, unsigned char *dst, size_t dst_step, const unsigned char *src,
+                        size_t src_step, size_t bytes, int n)
 {
-    if (p->memory->device) p->memory->device->copy(p->memory->device, dst, src, bytes);
-    else memcpy(dst, src, bytes);
+    struct kv_device *d = p->memory->device;
+    if (d) return d->copy(d, dst, dst_step, src, src_step, bytes, n);
+    for (int i = 0; i < n; i++) memcpy(dst + i * dst_step, src + i * src_step, bytes);
+    return true;
 }
 
 void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tokens)
@@ -150,12 +153,13 @@ void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tok
     size_t plane[2] = { kv_k_tile_bytes(s), kv_v_tile_bytes(s) };
     unsigned char *dst = kv_page_at(p, to);
     const unsigned char *src = kv_page_at(p, from);
-    for (int i = 0; i < 2 * s->n_layer; i++)
-        for (int h = 0; h < s->n_kv; h++) {
-            copy_bytes(p, dst, src, used * plane[i % 2]);
-            dst += tiles * plane[i % 2];
-            src += tiles * plane[i % 2];
-        }
+    if (used == tiles) copy_pieces(p, dst, 0, src, 0, kv_page_bytes(s), 1);
+    for (int i = 0; used < tiles && i < 2 * s->n_layer; i++) {
+        size_t step = tiles * plane[i % 2];
+        copy_pieces(p, dst, step, src, step, used * plane[i % 2], s->n_kv);
+        dst += s->n_kv * step;
+        src += s->n_kv * step;
+    }
     if (p->copied) p->copied(p->copied_user, p, to, from, tokens);
 }
 
@@ -238,40 +242,38 @@ void kv_table_close(struct kv_table *t, struct kv_pool *p)
 
 /* ---- blocks ------------------------------------------------------------------------------------------------------ */
 
-/* Calls copy(tile in the cache, place in `flat`, bytes) for each tile of the block, in the order of kv_block_read. */
-static void each_tile(const struct kv_table *t, const struct kv_pool *p, int64_t pos, unsigned char *flat,
-                      void (*copy)(const struct kv_pool *p, unsigned char *tile, unsigned char *at, size_t bytes))
-{
-    const struct kv_shape *s = &p->shape;
-    struct kv_slots slots = { s, p->base, t->pages };
-    size_t k = kv_k_tile_bytes(s), v = kv_v_tile_bytes(s);
-    for (int layer = 0; layer < s->n_layer; layer++) {
-        for (int h = 0; h < s->n_kv; h++, flat += k) copy(p, kv_k_tile(&slots, layer, h, pos), flat, k);
-        for (int h = 0; h < s->n_kv; h++, flat += v) copy(p, kv_v_tile(&slots, layer, h, pos), flat, v);
-    }
-}
-static void tile_out(const struct kv_pool *p, unsigned char *tile, unsigned char *at, size_t bytes)
-{
-    copy_bytes(p, at, tile, bytes);
-}
-static void tile_in(const struct kv_pool *p, unsigned char *tile, unsigned char *at, size_t bytes)
-{
-    copy_bytes(p, tile, at, bytes);
-}
-
 size_t kv_block_bytes(const struct kv_shape *s)
 {
     return (size_t)s->n_layer * s->n_kv * (kv_k_tile_bytes(s) + kv_v_tile_bytes(s));
 }
 
-void kv_block_read(const struct kv_table *t, const struct kv_pool *p, int64_t pos, void *out)
+/* Copies the block to `out`, or there from `in`, whichever is not NULL. A page of one block is in this order. */
+static bool copy_block(const struct kv_table *t, const struct kv_pool *p, int64_t pos, unsigned char *out,
+                       const unsigned char *in)
 {
-    each_tile(t, p, pos, out, tile_out);
+    const struct kv_shape *s = &p->shape;
+    size_t tiles = s->page_size / KV_BLOCK, at = pos % s->page_size / KV_BLOCK;
+    size_t plane[2] = { kv_k_tile_bytes(s), kv_v_tile_bytes(s) };
+    int planes = tiles == 1 ? 1 : 2 * s->n_layer, n = tiles == 1 ? 1 : s->n_kv;
+    unsigned char *page = kv_page_at(p, t->pages[pos / s->page_size]);
+    bool ok = true;
+    for (int i = 0; i < planes && ok; i++) {
+        size_t bytes = tiles == 1 ? kv_page_bytes(s) : plane[i % 2], step = tiles * bytes;
+        if (out) ok = copy_pieces(p, out, bytes, page + at * bytes, step, bytes, n), out += n * bytes;
+        else ok = copy_pieces(p, page + at * bytes, step, in, bytes, bytes, n), in += n * bytes;
+        page += n * step;
+    }
+    return ok;
+}
+
+bool kv_block_read(const struct kv_table *t, const struct kv_pool *p, int64_t pos, void *out)
+{
+    return copy_block(t, p, pos, out, NULL);
 }
 
 void kv_block_write(const struct kv_table *t, const struct kv_pool *p, int64_t pos, const void *in)
 {
-    each_tile(t, p, pos, (unsigned char *)in, tile_in);
+    copy_block(t, p, pos, NULL, in);
 }
 
 void kv_block_key(const uint8_t before[KV_KEY], const int32_t tokens[KV_BLOCK], uint8_t key[KV_KEY])

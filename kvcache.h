@@ -199,8 +199,10 @@ struct error;
 struct kv_device {
     unsigned char *(*open)(struct kv_device *d, size_t bytes, struct error *e);      /* NULL after filling *e */
     void (*close)(struct kv_device *d, unsigned char *base);
-    /* Copies within the device, or between it and the process. A failure is reported by the next forward pass. */
-    void (*copy)(struct kv_device *d, void *dst, const void *src, size_t bytes);
+    /* Copies n pieces within the device, or between it and the process; a piece starts dst_step and src_step bytes after
+     * the one before. False: it failed, which the next forward pass reports. */
+    bool (*copy)(struct kv_device *d, void *dst, size_t dst_step, const void *src, size_t src_step, size_t bytes,
+                 int n);
 };
 
 enum { KV_KEY = 32 };                  /* bytes of a block's key */
@@ -293,9 +295,9 @@ void kv_table_skip(struct kv_table *t, const struct kv_pool *p, int64_t tokens);
 void kv_table_close(struct kv_table *t, struct kv_pool *p);
 
 /* A block's tiles in the order layer, plane, head, whatever the page size: kv_block_bytes of them. The block starts at
- * `pos` and its page is there; to be written, it must be the table's own (kv_table_grow). */
+ * `pos` and its page is there; to be written, it must be the table's own (kv_table_grow). False: a device failed. */
 size_t kv_block_bytes(const struct kv_shape *s);
-void kv_block_read(const struct kv_table *t, const struct kv_pool *p, int64_t pos, void *out);
+bool kv_block_read(const struct kv_table *t, const struct kv_pool *p, int64_t pos, void *out);
 void kv_block_write(const struct kv_table *t, const struct kv_pool *p, int64_t pos, const void *in);
 
 /* Key of a block: SHA-256 over the key of the block before it (of the first: a key that stands for all else that the

@@ -33,10 +33,15 @@ def model(tiny):
     return lambda **arguments: tiny(**{**SMALL, **arguments})
 
 
-def emulate(*command, settings=""):
-    """Runs a program on the emulator; its stdout."""
-    r = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600, cwd=ROOT,
-                       env={**os.environ, "CUDA_EMULATOR": settings})
+def emulated(*command, settings="", stdin=""):
+    """Runs a program on the emulator."""
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=600, cwd=ROOT, input=stdin,
+                          env={**os.environ, "CUDA_EMULATOR": settings})
+
+
+def emulate(*command, **how):
+    """The stdout of a program that must succeed."""
+    r = emulated(*command, **how)
     assert r.returncode == 0, f"{command}: {r.returncode}\n{r.stderr[-2000:]}"
     return r.stdout
 

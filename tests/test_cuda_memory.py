@@ -1,0 +1,57 @@
+"""What the CUDA backend does with the cache's memory, on the emulator: files of it, eviction, pages beyond the device's memory,
+and what is said when there is too little. The CPU backend is the oracle."""
+import json
+import random
+
+import pytest
+from conftest import BUILD
+from test_cuda import SMALL, emulate, emulated
+
+GEN = BUILD / "emulated" / "gen"
+TEXT = "".join(random.Random(1).choices("abcdefgh ", k=2000))
+MODELS = {
+    "llama": dict(arch="llama", layers=2, **SMALL),
+    "gemma3": dict(arch="gemma3", layers=6, window=40, **SMALL),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return lambda name: tiny(**MODELS[name])
+
+
+def answer(model, prompt, *more, backend="cuda", n=8, settings=""):
+    """Tokens of a greedy answer, and how many of the prompt's came from a cache."""
+    r = json.loads(emulate(GEN, "-m", model, "-p", prompt, "--backend", backend, "--temp", 0, "--ignore-eos", "-n", n, "-c", 512, "--json",
+                           "-q", *more, settings=settings))
+    return r["tokens"], r["usage"]["cached_tokens"]
+
+
+# ---- files of the cache
+
+@pytest.mark.parametrize("name, kinds, more", [("llama", ("f16", "f16"), ["--page-size", "64"]), ("llama", ("int8", "int4"), []),
+                                               ("gemma3", ("fp8", "bf16"), ["--kv-layout", "contiguous"])])
+def test_stores(model, tmp_path, name, kinds, more):
+    """A second run starts with what the first one kept, whatever its pages; what the processor wrote is not taken."""
+    path, types = model(name), ["-ctk", kinds[0], "-ctv", kinds[1]]
+    prompt, other = TEXT[:150], TEXT[:100] + "xyz"
+    for how, is_file in ("--prompt-cache", True), ("--prefix-cache", False):
+        store = [how, tmp_path / how, *types]
+        cold = [answer(path, p, *types) for p in (prompt, other)]
+        assert answer(path, prompt, *store) == cold[0] and cold[0][1] == 0
+        assert answer(path, prompt, *store, *more) == (cold[0][0], 128)
+        assert answer(path, other, *store, *(["--prompt-cache-ro"] if is_file else [])) == (cold[1][0], 96)
+        assert answer(path, prompt, *store, backend="cpu")[1] == 0
+        assert answer(path, prompt, *store)[1] == (0 if is_file else 128)        # the file is now the processor's
+
+
+@pytest.mark.parametrize("saver", ["cuda", "cpu"])
+def test_chat_is_saved_and_loaded(model, tmp_path, saver):
+    """/save keeps the cache as well; a file of another backend gives its messages only."""
+    words = [GEN, "-m", model("llama"), "--chat", "--chat-template", "chatml", "--temp", 0, "-n", 6, "--ignore-eos", "-c", 512]
+    first, second = f"{TEXT[:90]}\n", "and then\n"
+    whole = emulate(*words, "--backend", "cuda", stdin=first + second)
+    begun = emulate(*words, "--backend", saver, stdin=f"{first}/save {tmp_path}/chat\n")
+    loaded = emulated(*words, "--backend", "cuda", stdin=f"/load {tmp_path}/chat\n{second}")
+    assert loaded.returncode == 0 and begun + loaded.stdout == whole, loaded.stderr
+    assert ("96 of their" in loaded.stderr) == (saver == "cuda") and ("only its messages" in loaded.stderr) == (saver == "cpu"), loaded.stderr
