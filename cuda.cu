@@ -53,7 +53,11 @@ enum {
  *     a   4 bits: 16 bytes, byte i = code i | code i+16 << 4     8 bits: codes 0..15, the others in plane `b`
  *         2 bits: 8 bytes, half p: bits 8k + 2j of word p are those of code 16p + 4j + k
  *     h   1 bit: 4 bytes, bit 8k + j is that of code 4j + k      2 bits: 8 bytes, as two bits of a
- *     s   what scales the block: 16 bits (Q4_1, Q5_1: 32)        d   one or two f16 for 8 blocks (types of 256 weights)
+ *     s   what scales the block: 16 bits (Q4_1, Q5_1: 32)
+ *     d   types of 256 weights, for 8 blocks: Q2_K, Q6_K the one or two f16 that the file has; the others all scales,
+ *         in fields of the 8 or 16 numbers one after the other:
+ *         Q4_K, Q5_K: d, dmin | 8 scales, low 4 bits | 8 minima, low 4 bits | high 2 bits of the scales | of the minima
+ *         Q3_K: 16 scales, low 4 bits | their high 2 bits | d | 0          IQ4_XS: 8 scales, low 4 | high 2 bits | d
  *
  * so that four neighbouring codes come out of a word by one shift and one mask. Lane l of a warp takes blocks l,
  * l + 32, ...: every load of a warp is one piece of memory. Float weights: rows as they are, padded to a multiple of
@@ -80,10 +84,14 @@ static __host__ __device__ constexpr bool of_256(int t)
     return t == T_Q2_K || t == T_Q3_K || t == T_Q4_K || t == T_Q5_K || t == T_Q6_K || t == T_IQ4_XS;
 }
 static __host__ __device__ constexpr bool has_halves(int t) { return t == T_Q2_K || t == T_Q3_K || t == T_Q6_K; }
-static __host__ __device__ constexpr int scale_bytes(int t) { return t == T_Q4_1 || t == T_Q5_1 ? 4 : 2; }
+/* Bytes of a block in plane s, and of 8 in plane d. */
+static __host__ __device__ constexpr int scale_bytes(int t)
+{
+    return t == T_Q4_1 || t == T_Q5_1 ? 4 : of_256(t) && t != T_Q2_K && t != T_Q6_K ? 0 : 2;
+}
 static __host__ __device__ constexpr int super_bytes(int t)
 {
-    return !of_256(t) ? 0 : t == T_Q2_K || t == T_Q4_K || t == T_Q5_K ? 4 : 2;
+    return !of_256(t) ? 0 : t == T_Q6_K ? 2 : t == T_Q2_K ? 4 : t == T_IQ4_XS ? 8 : 16;
 }
 
 /* Calls CALL(type) with the type as a constant. */
@@ -105,7 +113,7 @@ static __host__ __device__ constexpr int super_bytes(int t)
     }
 
 /* A block as it comes from memory. */
-template <int T> struct raw_block { uint32_t a[low_bits(T) == 2 ? 2 : low_bits(T)], h[2], s, d; };
+template <int T> struct raw_block { uint32_t a[low_bits(T) == 2 ? 2 : low_bits(T)], h[2], s, d[4]; };
 
 template <int T> static __device__ inline raw_block<T> load_block(const weight &w, int row, int b)
 {
@@ -129,10 +137,18 @@ template <int T> static __device__ inline raw_block<T> load_block(const weight &
         uint2 v = stream_load((const uint2 *)w.h + i);
         r.h[0] = v.x, r.h[1] = v.y;
     }
-    r.s = scale_bytes(T) == 4 ? stream_load((const uint32_t *)w.s + i) : stream_load((const uint16_t *)w.s + i);
-    if (of_256(T)) {
-        size_t j = (size_t)row * (w.nb / 8) + b / 8;
-        r.d = super_bytes(T) == 4 ? ((const uint32_t *)w.d)[j] : ((const uint16_t *)w.d)[j];
+    if (scale_bytes(T) == 4) r.s = stream_load((const uint32_t *)w.s + i);
+    if (scale_bytes(T) == 2) r.s = stream_load((const uint16_t *)w.s + i);
+    size_t j = (size_t)row * (w.nb / 8) + b / 8;
+    if (super_bytes(T) == 2) r.d[0] = ((const uint16_t *)w.d)[j];
+    if (super_bytes(T) == 4) r.d[0] = ((const uint32_t *)w.d)[j];
+    if (super_bytes(T) == 8) {
+        uint2 v = ((const uint2 *)w.d)[j];
+        r.d[0] = v.x, r.d[1] = v.y;
+    }
+    if (super_bytes(T) == 16) {
+        uint4 v = stream_load((const uint4 *)w.d + j);
+        r.d[0] = v.x, r.d[1] = v.y, r.d[2] = v.z, r.d[3] = v.w;
     }
     return r;
 }
@@ -148,7 +164,14 @@ static __device__ inline uint32_t iq4_levels(uint32_t x)
     return (high & upper) | (low & ~upper);
 }
 
-template <int T> static __device__ inline block unpack(const raw_block<T> &r)
+/* The 6-bit number whose low bits are at 4i of `low` and whose high ones are at 2i of `high`. */
+static __device__ inline int six_bits(uint32_t low, uint32_t high, int i)
+{
+    return (int)((low >> 4 * i & 15) | (high >> 2 * i & 3) << 4);
+}
+
+/* Block g of the 8 that share r.d. */
+template <int T> static __device__ inline block unpack(const raw_block<T> &r, int g)
 {
     block b;
     UNROLL
@@ -167,16 +190,20 @@ template <int T> static __device__ inline block unpack(const raw_block<T> &r)
     b.s0 = b.s1 = 1;
     b.m0 = b.m1 = 0;
     if (T == T_Q4_K || T == T_Q5_K) {
-        b.d = low_half(r.d) * (float)(r.s & 255);
-        b.m0 = b.m1 = -(high_half(r.d) * (float)(r.s >> 8 & 255));
+        b.d = low_half(r.d[0]) * (float)six_bits(r.d[1], r.d[3], g);
+        b.m0 = b.m1 = -(high_half(r.d[0]) * (float)six_bits(r.d[2], r.d[3] >> 16, g));
     } else if (T == T_Q2_K) {
-        b.d = low_half(r.d);
+        b.d = low_half(r.d[0]);
         b.s0 = r.s & 15, b.s1 = r.s >> 8 & 15;
-        b.m0 = -(high_half(r.d) * (float)(r.s >> 4 & 15)), b.m1 = -(high_half(r.d) * (float)(r.s >> 12 & 15));
-    } else if (T == T_Q3_K || T == T_Q6_K) {
-        b.d = low_half(r.d);
+        b.m0 = -(high_half(r.d[0]) * (float)(r.s >> 4 & 15)), b.m1 = -(high_half(r.d[0]) * (float)(r.s >> 12 & 15));
+    } else if (T == T_Q3_K) {
+        uint32_t low = g < 4 ? r.d[0] : r.d[1], high = g < 4 ? r.d[2] : r.d[2] >> 16;
+        b.d = low_half(r.d[3]);
+        b.s0 = six_bits(low, high, g % 4 * 2) - 32, b.s1 = six_bits(low, high, g % 4 * 2 + 1) - 32;
+    } else if (T == T_Q6_K) {
+        b.d = low_half(r.d[0]);
         b.s0 = (int8_t)r.s, b.s1 = (int8_t)(r.s >> 8);
-    } else if (T == T_IQ4_XS) b.d = low_half(r.d) * (float)(int8_t)r.s;
+    } else if (T == T_IQ4_XS) b.d = high_half(r.d[1]) * (float)(six_bits(r.d[0], r.d[1], g) - 32);
     else {
         b.d = low_half(r.s);
         if (scale_bytes(T) == 4) b.m0 = b.m1 = high_half(r.s);
@@ -230,45 +257,49 @@ static __device__ int file_code(enum tensor_type type, const uint8_t *row, int b
     }
 }
 
-/* Scale and minimum of group g of Q4_K and Q5_K: see k_scale_min. */
-static __device__ inline uint32_t k_scales(const uint8_t *s, int g)
+/* What scales block b, as plane s holds it. */
+static __device__ uint32_t file_scale(enum tensor_type type, const uint8_t *row, int b)
 {
-    int scale = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
-    int min = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4;
-    return (uint32_t)(scale | min << 8);
-}
-static __device__ inline int q3_scale(const uint8_t *s, int g)
-{
-    return ((s[g % 8] >> g / 8 * 4 & 15) | (s[8 + g % 4] >> g / 4 * 2 & 3) << 4) - 32;
+    switch (type) {
+    case T_Q4_0: case T_IQ4_NL: return two_bytes(row + b * 18);
+    case T_Q5_0: return two_bytes(row + b * 22);
+    case T_Q8_0: return two_bytes(row + b * 34);
+    case T_Q4_1: return two_bytes(row + b * 20) | two_bytes(row + b * 20 + 2) << 16;
+    case T_Q5_1: return two_bytes(row + b * 24) | two_bytes(row + b * 24 + 2) << 16;
+    case T_Q2_K: return two_bytes(row + b / 8 * 84 + b % 8 * 2);
+    case T_Q6_K: return two_bytes(row + b / 8 * 210 + 192 + b % 8 * 2);
+    default: return 0;
+    }
 }
 
-/* What scales block b, and the numbers of its 256 weights, as planes s and d hold them. */
-static __device__ void file_scales(enum tensor_type type, const uint8_t *row, int b, uint32_t *s, uint32_t *d)
+/* d[] = the numbers of 256 weights, whose file bytes begin at p, as plane d holds them. */
+static __device__ void file_super(enum tensor_type type, const uint8_t *p, uint32_t d[4])
 {
-    int g = b % 8;
-    *d = 0;
+    d[0] = d[1] = d[2] = d[3] = 0;
     switch (type) {
-    case T_Q4_0: case T_IQ4_NL: *s = two_bytes(row + b * 18); break;
-    case T_Q5_0: *s = two_bytes(row + b * 22); break;
-    case T_Q8_0: *s = two_bytes(row + b * 34); break;
-    case T_Q4_1: row += b * 20; *s = two_bytes(row) | two_bytes(row + 2) << 16; break;
-    case T_Q5_1: row += b * 24; *s = two_bytes(row) | two_bytes(row + 2) << 16; break;
-    case T_Q2_K:
-        row += b / 8 * 84;
-        *s = two_bytes(row + 2 * g), *d = two_bytes(row + 80) | two_bytes(row + 82) << 16;
+    case T_Q2_K: d[0] = two_bytes(p + 80) | two_bytes(p + 82) << 16; break;
+    case T_Q6_K: d[0] = two_bytes(p + 208); break;
+    case T_Q4_K: case T_Q5_K:
+        d[0] = two_bytes(p) | two_bytes(p + 2) << 16;
+        p += 4;
+        for (int g = 0; g < 8; g++) {  /* see k_scale_min in quant.c */
+            uint32_t scale = g < 4 ? p[g] & 63 : (p[g + 4] & 15) | p[g - 4] >> 6 << 4;
+            uint32_t min = g < 4 ? p[g + 4] & 63 : p[g + 4] >> 4 | p[g] >> 6 << 4;
+            d[1] |= (scale & 15) << 4 * g;
+            d[2] |= (min & 15) << 4 * g;
+            d[3] |= scale >> 4 << 2 * g | min >> 4 << (16 + 2 * g);
+        }
         break;
     case T_Q3_K:
-        row += b / 8 * 110;
-        *s = (uint32_t)(q3_scale(row + 96, 2 * g) & 255) | (uint32_t)(q3_scale(row + 96, 2 * g + 1) & 255) << 8;
-        *d = two_bytes(row + 108);
+        for (int g = 0; g < 16; g++) {
+            d[g / 8] |= (uint32_t)(p[96 + g % 8] >> g / 8 * 4 & 15) << 4 * (g % 8);
+            d[2] |= (uint32_t)(p[104 + g % 4] >> g / 4 * 2 & 3) << 2 * g;
+        }
+        d[3] = two_bytes(p + 108);
         break;
-    case T_Q4_K: row += b / 8 * 144; *s = k_scales(row + 4, g), *d = two_bytes(row) | two_bytes(row + 2) << 16; break;
-    case T_Q5_K: row += b / 8 * 176; *s = k_scales(row + 4, g), *d = two_bytes(row) | two_bytes(row + 2) << 16; break;
-    case T_Q6_K: row += b / 8 * 210; *s = two_bytes(row + 192 + 2 * g), *d = two_bytes(row + 208); break;
     default:                           /* IQ4_XS */
-        row += b / 8 * 136;
-        *s = (uint32_t)(((row[4 + g / 2] >> g % 2 * 4 & 15) | (two_bytes(row + 2) >> 2 * g & 3) << 4) - 32) & 255;
-        *d = two_bytes(row);
+        d[0] = two_bytes(p + 4) | two_bytes(p + 6) << 16;
+        d[1] = two_bytes(p + 2) | two_bytes(p) << 16;
     }
 }
 
@@ -287,7 +318,7 @@ static __global__ void repack_kernel(weight w, const uint8_t *file, int row0, in
         else ((uint16_t *)w.a)[to] = in ? ((const uint16_t *)row)[b] : 0;
         return;
     }
-    uint32_t a[8] = { 0 }, h[2] = { 0 }, s, d;
+    uint32_t a[8] = { 0 }, h[2] = { 0 };
     int low = low_bits(w.type), high = high_bits(w.type);
     for (int c = 0; c < 32; c++) {
         uint32_t code = (uint32_t)file_code(w.type, row, b, c);
@@ -303,13 +334,16 @@ static __global__ void repack_kernel(weight w, const uint8_t *file, int row0, in
     if (low == 8) ((uint4 *)w.b)[to] = make_uint4(a[4], a[5], a[6], a[7]);
     if (high == 1) ((uint32_t *)w.h)[to] = h[0];
     if (high == 2) ((uint2 *)w.h)[to] = make_uint2(h[0], h[1]);
-    file_scales(w.type, row, b, &s, &d);
-    if (scale_bytes(w.type) == 4) ((uint32_t *)w.s)[to] = s;
-    else ((uint16_t *)w.s)[to] = (uint16_t)s;
+    if (scale_bytes(w.type) == 4) ((uint32_t *)w.s)[to] = file_scale(w.type, row, b);
+    if (scale_bytes(w.type) == 2) ((uint16_t *)w.s)[to] = (uint16_t)file_scale(w.type, row, b);
     if (!of_256(w.type) || b % 8) return;
+    uint32_t d[4];
     size_t at = (size_t)(row0 + r) * (w.nb / 8) + b / 8;
-    if (super_bytes(w.type) == 4) ((uint32_t *)w.d)[at] = d;
-    else ((uint16_t *)w.d)[at] = (uint16_t)d;
+    file_super(w.type, row + (size_t)(b / 8) * (bytes / (w.nb / 8)), d);
+    if (super_bytes(w.type) == 2) ((uint16_t *)w.d)[at] = (uint16_t)d[0];
+    if (super_bytes(w.type) == 4) ((uint32_t *)w.d)[at] = d[0];
+    if (super_bytes(w.type) == 8) ((uint2 *)w.d)[at] = make_uint2(d[0], d[1]);
+    if (super_bytes(w.type) == 16) ((uint4 *)w.d)[at] = make_uint4(d[0], d[1], d[2], d[3]);
 }
 
 /* out[rows][nb * 32] = rows [row0, row0 + n) in f16. One thread a block. */
@@ -320,7 +354,7 @@ static __global__ void dequantise_kernel(weight w, int row0, int n, uint16_t *ou
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (size_t)n * w.nb) return;
     block b;
-#define UNPACK(T) b = unpack<T>(load_block<T>(w, row0 + (int)(i / w.nb), (int)(i % w.nb)))
+#define UNPACK(T) b = unpack<T>(load_block<T>(w, row0 + (int)(i / w.nb), (int)(i % w.nb)), (int)(i % w.nb) % 8)
     FOR_QUANTISED(w.type, UNPACK)
 #undef UNPACK
     uint4 *to = (uint4 *)out + i * 4;
@@ -381,7 +415,7 @@ static __global__ void __launch_bounds__(128) start_kernel(start s)
     else
         for (int i = threadIdx.x; i < s.n_embd; i += blockDim.x) {
             block b;
-#define UNPACK(T) b = unpack<T>(load_block<T>(s.embd, row.token, i / 32))
+#define UNPACK(T) b = unpack<T>(load_block<T>(s.embd, row.token, i / 32), i / 32 % 8)
             FOR_QUANTISED(s.embd.type, UNPACK)
 #undef UNPACK
             x[i] = weight_of(b, i % 32) * s.embd_scale;
@@ -513,7 +547,7 @@ static __device__ inline void two_rows(const weight &wa, int ra, const weight &w
     KEEP_ROLLED
     for (int b = lane; b < nb; b += WARP) {
         if (b + WARP < nb) next[0] = load_block<T>(wa, ra, b + WARP), next[1] = load_block<T>(wb, rb, b + WARP);
-        block w[2] = { unpack<T>(now[0]), unpack<T>(now[1]) };
+        block w[2] = { unpack<T>(now[0], lane % 8), unpack<T>(now[1], lane % 8) };
         UNROLL
         for (int i = 0; i < NX; i++) {
             uint4 low = ((const uint4 *)x.low)[i * nb + b], high = ((const uint4 *)x.high)[i * nb + b];
@@ -767,10 +801,9 @@ static __global__ void __launch_bounds__(256) best_kernel(const float *logits, i
 
 /* One of the overloads of the header. */
 typedef cublasStatus_t (*gemm_function)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int, int, int,
-                                        const void *,
-                                        const void *, cudaDataType_t, int, const void *, cudaDataType_t, int,
-                                            const void *,
-                                        void *, cudaDataType_t, int, cublasComputeType_t, cublasGemmAlgo_t);
+                                        const void *, const void *, cudaDataType_t, int, const void *, cudaDataType_t,
+                                        int, const void *, void *, cudaDataType_t, int, cublasComputeType_t,
+                                        cublasGemmAlgo_t);
 
 struct blas {
     void *library;
@@ -996,9 +1029,8 @@ static void multiply_alike(struct gpu *c, const char *name, product p)
     if (blocks > c->resident) blocks = c->resident;
     for (int r0 = 0; r0 < p.n; r0 += fits) {
         int n = p.n - r0 < fits ? p.n - r0 : fits, nx = n == 1 ? 1 : n <= 4 ? 4 : 8;
-        launch(c, name, product_of_type(p.w[0].type, nx), dim3(blocks), dim3(PRODUCT_WARPS * WARP), product_shared(p,
-                                                                                                                   nx),
-               part_of(p, r0, n));
+        launch(c, name, product_of_type(p.w[0].type, nx), dim3(blocks), dim3(PRODUCT_WARPS * WARP),
+               product_shared(p, nx), part_of(p, r0, n));
     }
 }
 
@@ -1043,8 +1075,7 @@ static void gemm(struct gpu *c, const weight &w, int n, int x_ld, float *y, int 
         cudaDataType_t type = full ? CUDA_R_32F : CUDA_R_16F;
         cublasStatus_t r = c->blas.gemm(c->blas.handle, CUBLAS_OP_T, CUBLAS_OP_N, rows, n, k, &one, tile, type, k,
                                         full ? (const void *)c->full : c->half, type, x_ld, &zero, y + r0, CUDA_R_32F,
-                                            ld,
-                                        CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+                                        ld, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
         if (r != CUBLAS_STATUS_SUCCESS && !c->e->code)
             fail(c->e, GEN_RUN, "cuBLAS: cublasGemmEx of %d x %d x %d failed with status %d", rows, n, k, (int)r);
     }
@@ -1231,8 +1262,7 @@ static void head(struct gpu *c, const float *x, int n_wanted, bool all, bool sca
         many(c, &c->out, 1, p, n_wanted, c->logits, m->n_vocab);
         if (c->out_bias || m->logit_cap > 0)
             launch(c, "output", head_kernel, dim3((m->n_vocab + 255) / 256, n_wanted), dim3(256), 0, c->logits,
-                   m->n_vocab,
-                   (const float *)c->out_bias, m->logit_cap);
+                   m->n_vocab, (const float *)c->out_bias, m->logit_cap);
     }
     launch(c, "best", best_kernel, dim3(BEST_BLOCKS, n_wanted), dim3(256), 0, (const float *)c->logits, m->n_vocab,
            c->best_part, c->best_arrived, c->best_ids);
@@ -1267,31 +1297,29 @@ static void enqueue(struct gpu *c, int n, int n_runs, int n_wanted, bool alone)
 
 /* ---- page tables ------------------------------------------------------------------------------------------------- */
 
-/* The pools' places are known when the first batch comes. */
+/* The pools' places are known when the first batch comes. What an attempt that failed has got is kept for the next. */
 static bool open_tables(struct gpu *c, const struct batch *batch)
 {
     for (int g = 0; g < KV_GROUPS; g++)
         for (int kind = 0; kind < 2; kind++) {
             const struct kv_view *v = &batch->views[0][g];
             const struct kv_slots *slots = kind ? &v->raw : &v->main;
-            kv_store *s = &c->stores[g][kind];
-            *s = {};
-            if (!slots->shape || !slots->base || slots->shape->n_layer == 0) continue;
             const struct kv_shape *shape = slots->shape;
-            int tiles = shape->page_size / KV_BLOCK;
-            *s = { slots->base, kv_page_bytes(shape), kv_layer_bytes(shape), shape->n_kv, tiles,
-                   (int)kv_k_tile_bytes(shape), (int)kv_v_tile_bytes(shape), shape->type_k, shape->type_v };
+            if (!shape || !slots->base || shape->n_layer == 0) continue;
+            c->stores[g][kind] = { slots->base, kv_page_bytes(shape), kv_layer_bytes(shape), shape->n_kv,
+                                   shape->page_size / KV_BLOCK, (int)kv_k_tile_bytes(shape),
+                                   (int)kv_v_tile_bytes(shape), shape->type_k, shape->type_v };
             for (int i = 0; i < c->max_sequences; i++) {
                 table *t = &c->tables[(i * KV_GROUPS + g) * 2 + kind];
                 t->low = kind ? 1 : (v->sinks + shape->page_size - 1) / shape->page_size;
                 int64_t seen = kind ? 2 * KV_BLOCK : c->max_seen;
                 t->ring = (int)((seen + c->max_rows) / shape->page_size) + 4;
-                if (!scratch(c, &t->device, t->low + t->ring)) return false;
-                if (!check(c, cudaMallocHost((void **)&t->shadow, sizeof *t->shadow * (t->low + t->ring)),
-                           "cudaMallocHost",
-                           "a page table"))
+                int entries = t->low + t->ring;
+                if (!t->device && !scratch(c, &t->device, entries)) return false;
+                if (!t->shadow && !check(c, cudaMallocHost((void **)&t->shadow, sizeof *t->shadow * entries),
+                                         "cudaMallocHost", "a page table"))
                     return false;
-                for (int k = 0; k < t->low + t->ring; k++) t->shadow[k] = -1;
+                for (int k = 0; k < entries; k++) t->shadow[k] = -1;
             }
         }
     return c->tables_open = true;
@@ -1311,8 +1339,7 @@ static void upload_table(struct gpu *c, table *t, const int32_t *pages, int firs
     }
     if (high >= low)
         check(c, cudaMemcpyAsync(t->device + low, t->shadow + low, sizeof(int32_t) * (high - low + 1),
-                                 cudaMemcpyHostToDevice,
-                                 c->stream), "cudaMemcpy", "a page table");
+                                 cudaMemcpyHostToDevice, c->stream), "cudaMemcpy", "a page table");
 }
 
 /* Rows [row, end) are those of one sequence. */
@@ -1375,7 +1402,10 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     else if (!failed.code) enqueue(c, n, n_runs, wanted, alone);
     check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize after the kernel", c->last ? c->last : "none");
     c->e = NULL;
-    if (failed.code) return *e = failed, false;
+    if (failed.code) {
+        c->tables_open = false;        /* the device may lack pages that the shadows show */
+        return *e = failed, false;
+    }
     c->n_logits = wanted;
     return true;
 }
@@ -1458,7 +1488,7 @@ static void cuda_close(struct backend *b)
 /* A vector of n floats on the device. */
 static bool put_vector(struct gpu *c, const float *host, size_t n, float **out)
 {
-    *out = (float *)device_alloc(c, n * sizeof *host, "weights", "the weights would", "use --backend cpu");
+    *out = (float *)device_alloc(c, n * sizeof *host, "vectors", "the weights would", "use --backend cpu");
     c->weight_bytes += n * sizeof *host;
     return *out && remember(c, *out) &&
            check(c, cudaMemcpyAsync(*out, host, n * sizeof *host, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy",
@@ -1473,9 +1503,8 @@ static bool load_vector(struct gpu *c, const struct gguf_tensor *t, float **out,
     if (!t) return true;
     size_t n = kv ? (size_t)c->m->n_kv * size : t->ne[0];
     float *host = (float *)alloc_zeroed(n, sizeof *host, "a weight vector", c->e);
-    bool ok = host && (kv ? model_read_kv_bias(c->m, t, host, c->e) : gguf_read(c->m->file, t, 0, host, t->size,
-                                                                                c->e)) &&
-              put_vector(c, host, n, out);
+    bool ok = host && (kv ? model_read_kv_bias(c->m, t, host, c->e)
+                          : gguf_read(c->m->file, t, 0, host, t->size, c->e)) && put_vector(c, host, n, out);
     free(host);
     return ok;
 }
@@ -1525,8 +1554,8 @@ static bool load_matrix(struct gpu *c, struct staging *s, const struct matrix *m
             return false;
         launch(c, "repack", repack_kernel, dim3((unsigned)((count + 127) / 128)), dim3(128), 0, *w,
                (const uint8_t *)s->device[k], r0, n, row);
-        if (c->e->code || !check(c, cudaEventRecord(s->done[k], c->stream), "cudaEventRecord",
-                                 "the weights")) return false;
+        if (c->e->code || !check(c, cudaEventRecord(s->done[k], c->stream), "cudaEventRecord", "the weights"))
+            return false;
         s->next ^= 1;
         s->loaded += (double)bytes;
         if (s->progress) s->progress(s->loaded / s->total);
@@ -1614,11 +1643,10 @@ static bool open_buffers(struct gpu *c)
               scratch(c, &c->best_ids, LOGIT_ROWS) && scratch(c, &c->full_scale, rows);
     for (int g = 0; g < KV_GROUPS && ok; g++) {
         const struct rope *p = g == KV_LOCAL ? &m->rope_local : &m->rope_global;
-        ok = scratch(c, &c->cs[g], rows * half) && scratch(c, &c->sn[g], rows * half) && scratch(c, &c->freq[g],
-                                                                                                 half) &&
+        ok = scratch(c, &c->cs[g], rows * half) && scratch(c, &c->sn[g], rows * half) &&
+             scratch(c, &c->freq[g], half) &&
              check(c, cudaMemcpyAsync(c->freq[g], p->freq, sizeof(double) * (p->n / 2), cudaMemcpyHostToDevice,
-                                      c->stream),
-                   "cudaMemcpy", "RoPE frequencies");
+                                      c->stream), "cudaMemcpy", "RoPE frequencies");
     }
     if (ok && c->max_rows > FEW) {     /* cuBLAS is used */
         c->tile_bytes = widest_row > TILE_BYTES ? (int)widest_row : TILE_BYTES;
@@ -1653,7 +1681,7 @@ static bool find_device(cudaDeviceProp *device, struct error *e)
         if (driver == 0) return fail(e, GEN_MODEL, "there is no CUDA driver: use --backend cpu");
         return fail(e, GEN_MODEL, "the CUDA driver is too old (%d.%d, but gen needs %d.%d): update it or use "
                     "--backend cpu", driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
-                        CUDART_VERSION % 1000 / 10);
+                    CUDART_VERSION % 1000 / 10);
     }
     if (r == cudaSuccess) r = cudaGetDeviceProperties(device, 0);
     if (r != cudaSuccess) return fail(e, GEN_MODEL, "CUDA cannot be used: %s", cudaGetErrorString(r));

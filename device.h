@@ -16,8 +16,8 @@
 #define KEEP_ROLLED _Pragma("unroll 1")
 #else
 #define UNROLL
-#define KEEP_ROLLED
 #define UNROLL_4
+#define KEEP_ROLLED
 #endif
 
 enum { WARP = 32 };
@@ -39,11 +39,7 @@ __device__ inline uint16_t float_to_bf16(float f)
     return f != f ? (uint16_t)(u >> 16 | 64) : (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-/* e4m3: its bits, moved up, are a half float of 1/256 the value. To e4m3: |f| <= 448. */
-__device__ inline float fp8_to_float(uint32_t c)
-{
-    return half_to_float((uint16_t)((c & 0x80) << 8 | (c & 0x7f) << 7)) * 256;
-}
+/* To e4m3, whose bits, moved up, are a half float of 1/256 the value; |f| <= 448. */
 __device__ inline uint8_t float_to_fp8(float f)
 {
     uint32_t h = float_to_half(f / 256), size = h & 0x7fff;

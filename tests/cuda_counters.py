@@ -32,8 +32,8 @@ def least_cache(depth, kind):
 
 
 def least_weights(path):
-    """Bytes of all tensors that a step multiplies with: all but the embedding."""
-    return sum(int(t.n_bytes) for t in gguf.GGUFReader(path).tensors if t.name != "token_embd.weight")
+    """Bytes of all matrices that a step multiplies with: all but the embedding."""
+    return sum(int(t.n_bytes) for t in gguf.GGUFReader(path).tensors if len(t.shape) == 2 and t.name != "token_embd.weight")
 
 
 def counters(tool, path, **words):
@@ -58,17 +58,22 @@ def step(tool, path, depth, kind, first=2):
     return out
 
 
+def weight_ratios(counted, path):
+    """Bytes of matrices that a step asks for over the least, and bytes of the sectors that these requests touch."""
+    least = least_weights(path)
+    return counted["weights"]["bytes"] / least, 32 * counted["weights"]["sectors"] / least
+
+
 def table(tool, path, depth, types=TYPES):
+    """A row for each type of cache: ratios to the least, and what is read beside matrices and cache: activations, norms, tables."""
     rows = []
     for kind in types:
-        s = step(tool, path, depth, kind)
-        rows.append({
-            "kind": kind, "launches": s["launches"],
-            "weights": s["weights"]["bytes"] / least_weights(path),
-            "weights_once": 32 * s["weights"]["distinct"] / least_weights(path), "cache": s["cache"]["bytes"] / least_cache(depth, kind),
-            "weight_sectors": 32 * s["weights"]["sectors"] / s["weights"]["bytes"],
-            "cache_sectors": 32 * s["cache"]["sectors"] / s["cache"]["bytes"],
-            "other_requests": s["other"]["requests"], "other_bytes": s["other"]["bytes"], "other_distinct": 32 * s["other"]["distinct"]})
+        s, least = step(tool, path, depth, kind), least_cache(depth, kind)
+        weights, weight_sectors = weight_ratios(s, path)
+        rows.append({"kind": kind, "launches": s["launches"], "weights": weights, "weight_sectors": weight_sectors,
+                     "cache": s["cache"]["bytes"] / least, "cache_sectors": 32 * s["cache"]["sectors"] / least,
+                     "other_requests": s["other"]["requests"], "other_bytes": s["other"]["bytes"],
+                     "other_distinct": 32 * s["other"]["distinct"]})
     return rows
 
 
@@ -76,11 +81,11 @@ def main():
     tool, depth = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 4096
     with tempfile.TemporaryDirectory() as folder:
         path = random_model(f"{folder}/model.gguf", weight="Q4_K", **MODEL)
-        print("| cache | launches | weights read / least | of these, the first time | K, V read / least | sectors / least: weights | K, V | activations asked for, KiB | distinct |")
+        print("| cache | launches | weights read / least | their sectors | K, V read / least | their sectors | other reads | KiB | distinct KiB |")
         print("|---|---|---|---|---|---|---|---|---|")
         for r in table(tool, path, depth):
-            print(f"| {r['kind']} | {r['launches']} | {r['weights']:.3f} | {r['weights_once']:.3f} | {r['cache']:.3f} | {r['weight_sectors']:.3f} | {r['cache_sectors']:.3f} "
-                  f"| {r['other_bytes'] / 1024:.0f} | {r['other_distinct'] / 1024:.0f} |")
+            print(f"| {r['kind']} | {r['launches']} | {r['weights']:.3f} | {r['weight_sectors']:.3f} | {r['cache']:.3f} | {r['cache_sectors']:.3f} "
+                  f"| {r['other_requests']} | {r['other_bytes'] / 1024:.0f} | {r['other_distinct'] / 1024:.0f} |")
 
 
 if __name__ == "__main__":
