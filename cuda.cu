@@ -11,9 +11,9 @@
  * Budgets, checked by tests/test_cuda_static.py: registers a thread, shared memory set statically.
  *
  *     kernel              registers  static shared
- *     product<*, 1>       128        64
- *     product<*, 4>       168        64
- *     product<*, 8>       255        64
+ *     product<*, 1>       96         64
+ *     product<*, 4>       128        64
+ *     product<*, 8>       128        64
  *     repack              72         256
  *     all others          64         256
  */
