@@ -22,20 +22,20 @@ _Static_assert(LOOKUP_MOST + 1 <= EXTEND_ROWS, "a draft and the token before it 
 /* A draft: history[begin..begin + count) was computed ahead, as a guess of what will be chosen there. */
 struct draft { struct lookup lookup; int64_t begin; int count; };
 
-/* The logits after the last token, whose position follows those that are computed; NULL after filling *e. */
-static const float *compute(struct answer *a, const struct ids *tokens, struct draft *d, struct error *e)
+/* Makes the logits after the last token, whose position follows those that are computed. */
+static bool compute(struct answer *a, const struct ids *tokens, struct draft *d, struct error *e)
 {
     struct sequence *s = a->sequence;
     int64_t pos = (int64_t)tokens->len - 1, room = engine_ctx(a->engine) - pos - 1;
     int32_t batch[EXTEND_ROWS] = { tokens->data[pos] };
-    if (!a->lookup) return engine_step(a->engine, &s, batch, 1, e) ? sequence_logits(s) : NULL;
-    if (pos < sequence_length(s) && sequence_tokens(s)[pos] == batch[0]) return sequence_logits_at(s, pos);
+    if (!a->lookup) return engine_step(a->engine, &s, batch, 1, e);
+    if (pos < sequence_length(s) && sequence_tokens(s)[pos] == batch[0]) return true;
     if (d->count) lookup_learn(&d->lookup, d->count, (int)(pos - d->begin));
     sequence_cut(s, pos);
     d->begin = pos + 1;
     d->count = lookup_draft(&d->lookup, tokens->data, tokens->len, room < LOOKUP_MOST ? (int)room : LOOKUP_MOST,
                             batch + 1);
-    return sequence_extend(s, batch, 1 + d->count, e) ? sequence_logits_at(s, pos) : NULL;
+    return sequence_extend(s, batch, 1 + d->count, e);
 }
 
 static bool end(struct answer *a, const char *reason)
@@ -47,11 +47,18 @@ static bool end(struct answer *a, const char *reason)
 
 static bool reached(const struct answer *a) { return a->limit >= 0 && (int64_t)a->index >= a->limit; }
 
-bool answer_step(struct answer *a, struct ids *tokens, const float *logits, struct error *e)
+bool answer_step(struct answer *a, struct ids *tokens, struct error *e)
 {
     bool stopped = false;
+    int64_t pos = (int64_t)tokens->len - 1;
+    const float *logits = NULL;
     if (reached(a)) return end(a, "length");
-    int32_t id = sampler_pick(a->sampler, logits, tokens->len, tokens->data, tokens->len, e);
+    int32_t id = sampler_greedy(a->sampler) && !a->wants_logits ? sequence_best_at(a->sequence, pos) : -1;
+    if (id < 0) {
+        if (!(logits = sequence_logits_at(a->sequence, pos)))
+            return fail(e, GEN_RUN, "the logits of token %lld cannot be read from the device", (long long)pos);
+        id = sampler_pick(a->sampler, logits, tokens->len, tokens->data, tokens->len, e);
+    }
     if (id < 0) return false;
     if (!a->ignore_end && tokenizer_is_end(a->tokenizer, id)) return end(a, "stop");
     if (!ids_add(tokens, id)) return fail(e, GEN_RUN, "cannot allocate memory for the generated tokens");
@@ -64,14 +71,13 @@ bool answer_step(struct answer *a, struct ids *tokens, const float *logits, stru
 static bool loop(struct answer *a, struct ids *tokens, int64_t *used, struct error *e)
 {
     struct draft draft = { 0 };
-    const float *logits = sequence_logits(a->sequence);
     while (!a->done && !(a->stop && *a->stop)) {
         if (a->index > 0) {            /* the token before this one takes the next position */
-            if (!(logits = compute(a, tokens, &draft, e))) return false;
+            if (!compute(a, tokens, &draft, e)) return false;
             a->steps++;
         }
         *used = (int64_t)tokens->len;
-        if (!answer_step(a, tokens, logits, e)) return false;
+        if (!answer_step(a, tokens, e)) return false;
     }
     return true;
 }

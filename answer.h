@@ -7,7 +7,7 @@
 #include "tokenizer.h"
 
 struct answer {
-    struct sequence *sequence;
+    struct sequence *sequence;         /* whose logits the next token is chosen by */
     struct engine *engine;             /* the sequence's */
     struct sampler *sampler;
     const struct tokenizer *tokenizer;
@@ -15,8 +15,9 @@ struct answer {
     bool ignore_end;                   /* go on past the tokens that end a text */
     bool lookup;                       /* drafts from the text so far are verified several at a time: the same bits */
     const volatile int *stop;          /* non-zero ends the answer; may be NULL */
-    /* Takes the index-th token of the answer, with the logits that it was chosen by; *stopped = true ends the answer
-     * with it. false ends the run (the error is the callee's). */
+    bool wants_logits;                 /* `take` does */
+    /* Takes the index-th token of the answer, with the logits that it was chosen by (NULL where neither the sampler nor
+     * `take` needs them); *stopped = true ends the answer with it. false ends the run (the error is the callee's). */
     bool (*take)(void *user, int32_t id, size_t index, const float *logits, bool *stopped, struct error *e);
     void *user;
     /* results */
@@ -32,7 +33,7 @@ bool answer_run(struct answer *a, struct ids *tokens, struct error *e);
 /* One turn of that loop, for a caller who computes: chooses the token after `tokens` by the logits of their last one
  * and adds it, unless it ends the text. a->done says whether the answer has ended; else the new token is to be computed
  * next. Errors: as answer_run. */
-bool answer_step(struct answer *a, struct ids *tokens, const float *logits, struct error *e);
+bool answer_step(struct answer *a, struct ids *tokens, struct error *e);
 /* Makes room for all the tokens that can come, so that the loop does not allocate. Errors: GEN_RUN for memory. */
 bool answer_reserve(const struct answer *a, struct ids *tokens, struct error *e);
 

@@ -35,7 +35,7 @@ struct backend {
     /* Logits of the i-th row of the last batch that wanted them: [n_vocab] floats, valid until the next forward. */
     const float *(*logits)(struct backend *b, int i);
     /* The token of its largest logit (the lowest id among equals), where that is cheaper than reading them all; -1
-     * where there is a NaN. NULL = this backend has only logits. */
+     * where one is NaN or the largest is not finite. NULL = this backend has only logits. */
     int32_t (*best)(struct backend *b, int i);
     void (*close)(struct backend *b);
     const char *isa;                   /* instruction set in use */

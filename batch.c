@@ -185,9 +185,10 @@ static bool finish(struct scheduler *b, struct task *t, json_t *response, const 
     return true;
 }
 
-/* The answer is whole: `logits` are the last ones. */
-static bool succeed(struct scheduler *b, struct task *t, const float *logits, struct error *e)
+/* The answer is whole. */
+static bool succeed(struct scheduler *b, struct task *t, struct error *e)
 {
+    const float *logits = sequence_logits(t->sequence);
     const struct request *r = t->request;
     const struct tokenizer *tokenizer = b->o.context->tokenizer;
     if (!stream_end(t->stream, e)) return false;
@@ -198,7 +199,7 @@ static bool succeed(struct scheduler *b, struct task *t, const float *logits, st
         .prompt_tokens = (int64_t)r->prompt.len, .n_top = r->o.logprobs, .logprobs = t->logprobs.data,
     };
     size_t bytes = (size_t)engine_model(b->o.engine)->n_vocab * sizeof *logits;
-    sha256_hex(logits, bytes, result.logits_sha256);
+    if (logits) sha256_hex(logits, bytes, result.logits_sha256);
     return finish(b, t, result_response(&result, tokenizer), NULL, e);
 }
 
@@ -222,7 +223,8 @@ static bool begin(struct scheduler *b, struct task *t, struct error *why)
         if (!ids_add(&t->tokens, r->prompt.data[i]))
             return fail(why, GEN_RUN, "cannot allocate memory for the tokens of line %lld", (long long)r->number);
     t->answer = (struct answer){ .engine = b->o.engine, .sampler = t->sampler, .tokenizer = to.tokenizer,
-                                 .limit = r->o.predict, .ignore_end = r->o.ignore_eos, .take = take, .user = t };
+                                 .limit = r->o.predict, .ignore_end = r->o.ignore_eos,
+                                 .wants_logits = r->o.logprobs >= 0, .take = take, .user = t };
     t->begun = true;
     t->since = now_seconds();
     b->status->prompt_tokens += (int64_t)r->prompt.len;
@@ -641,16 +643,16 @@ static void leave(struct scheduler *b, struct task *t)
 static bool advance(struct scheduler *b, struct task *t, double now, struct error *e)
 {
     struct error why;
-    const float *logits = sequence_logits(t->sequence);
     size_t before = t->answer.index;
-    bool ok = answer_step(&t->answer, &t->tokens, logits, &why);
+    t->answer.sequence = t->sequence;
+    bool ok = answer_step(&t->answer, &t->tokens, &why);
     b->status->generated += (int64_t)(t->answer.index - before);
     if (!t->first) t->first = now;
     if (t->last && now - t->last > b->status->longest_gap) b->status->longest_gap = now - t->last;
     t->last = now;
     if (ok && !t->answer.done) return true;
     leave(b, t);
-    return ok ? succeed(b, t, logits, e) : finish(b, t, NULL, &why, e);
+    return ok ? succeed(b, t, e) : finish(b, t, NULL, &why, e);
 }
 
 /* Counts the rows of a pass. */

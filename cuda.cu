@@ -767,7 +767,7 @@ static __device__ best block_best(best mine, best *shared)
     return all;
 }
 
-/* out[row] = the id of the row's largest logit, -1 where there is a NaN. part: [rows][BEST_BLOCKS]; arrived: [rows]. */
+/* out[row] = the id of the row's largest logit, -1 where one is NaN or the largest is not finite. part: [rows][BEST_BLOCKS]; arrived: [rows]. */
 static __global__ void __launch_bounds__(256) best_kernel(const float *logits, int n, best *part, unsigned *arrived,
                                                           int32_t *out)
 {
@@ -794,7 +794,7 @@ static __global__ void __launch_bounds__(256) best_kernel(const float *logits, i
     best of = { -INFINITY, INT32_MAX };
     if (threadIdx.x < gridDim.x) of = part[blockIdx.y * BEST_BLOCKS + threadIdx.x];
     of = block_best(of, shared);
-    if (threadIdx.x == 0) out[blockIdx.y] = of.id, arrived[blockIdx.y] = 0;
+    if (threadIdx.x == 0) out[blockIdx.y] = fabsf(of.value) < INFINITY ? of.id : -1, arrived[blockIdx.y] = 0;
 }
 
 /* ---- cuBLAS: loaded when it is needed, so that the program starts where it is not installed ---------------------- */

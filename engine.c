@@ -381,11 +381,24 @@ int64_t sequence_evicted(const struct sequence *s)
 
 const int32_t *sequence_tokens(const struct sequence *s) { return s->tokens; }
 
-const float *sequence_logits_at(const struct sequence *s, int64_t pos)
+/* Which of the last pass's logits are those after the token at `pos`; -1 = none. */
+static int logits_index(const struct sequence *s, int64_t pos)
 {
     int64_t back = s->n - 1 - pos;
     bool there = s->forward && s->forward == s->g->forwards && back >= 0 && back < s->n_logits;
-    return there ? s->g->b->logits(s->g->b, s->logits - (int)back) : NULL;
+    return there ? s->logits - (int)back : -1;
+}
+
+const float *sequence_logits_at(const struct sequence *s, int64_t pos)
+{
+    int i = logits_index(s, pos);
+    return i < 0 ? NULL : s->g->b->logits(s->g->b, i);
+}
+
+int32_t sequence_best_at(const struct sequence *s, int64_t pos)
+{
+    int i = logits_index(s, pos);
+    return i < 0 || !s->g->b->best ? -1 : s->g->b->best(s->g->b, i);
 }
 
 const float *sequence_logits(const struct sequence *s) { return sequence_logits_at(s, s->n - 1); }
@@ -558,7 +571,7 @@ int64_t sequence_reuse(struct sequence *s, const int32_t *tokens, int64_t n)
     const struct engine *g = s->g;
     int64_t same = 0;
     while (g->o.cache && same < n && same < s->n && s->tokens[same] == tokens[same]) same++;
-    if (same == n && s->n == n && sequence_logits(s)) return n;
+    if (same == n && s->n == n && logits_index(s, n - 1) >= 0) return n;
     int64_t own = resumable(s, same == n ? n - 1 : same);
     if (g->o.share && n - 1 - own >= g->o.page_size) {
         if (s->hashed > same) s->hashed = same / KV_BLOCK * KV_BLOCK;

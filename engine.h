@@ -118,6 +118,9 @@ int64_t sequence_cut(struct sequence *s, int64_t n);
  * anything. NULL when there are none. */
 const float *sequence_logits(const struct sequence *s);
 const float *sequence_logits_at(const struct sequence *s, int64_t pos);
+/* The token of the largest of these logits (the lowest id among equals), where the backend tells it without their being
+ * read. -1 where it does not, where there are no logits, or one is NaN, or the largest is not finite. */
+int32_t sequence_best_at(const struct sequence *s, int64_t pos);
 int64_t sequence_length(const struct sequence *s);
 /* Tokens that no new token sees any more, because of the window option or, per layer and head, of eviction. */
 int64_t sequence_evicted(const struct sequence *s);

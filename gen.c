@@ -636,7 +636,7 @@ static bool decode(struct program *p, struct error *e)
 {
     struct answer a = { .sequence = p->sequence, .engine = p->engine, .sampler = p->sampler, .tokenizer = p->tokenizer,
                         .limit = p->o.predict, .ignore_end = p->o.ignore_eos, .lookup = p->o.lookup,
-                        .stop = &stop_now, .take = take, .user = p };
+                        .stop = &stop_now, .wants_logits = p->o.logprobs >= 0, .take = take, .user = p };
     bool ok = answer_reserve(&a, &p->tokens, e) && answer_run(&a, &p->tokens, e);
     p->result.finish_reason = a.finish_reason;
     p->steps = a.steps;

@@ -193,6 +193,11 @@ static float penalised(const struct sampler_options *o, float logit, int count)
     return (float)fmax(-FLT_MAX, fmin(FLT_MAX, v));
 }
 
+static bool penalises(const struct sampler_options *o)
+{
+    return o->repeat_penalty != 1 || o->presence_penalty != 0 || o->frequency_penalty != 0;
+}
+
 /* The logits that the filters see: the caller's own array when nothing is to be changed. */
 static const float *edit(struct sampler *s, const float *logits, const int32_t *history, size_t n_history)
 {
@@ -201,7 +206,7 @@ static const float *edit(struct sampler *s, const float *logits, const int32_t *
         history += n_history - (size_t)o->repeat_last_n;
         n_history = (size_t)o->repeat_last_n;
     }
-    if (o->repeat_penalty == 1 && o->presence_penalty == 0 && o->frequency_penalty == 0)
+    if (!penalises(o))
         n_history = 0;
     if (n_history == 0 && o->n_bias == 0)
         return logits;
@@ -542,6 +547,17 @@ static int32_t best_token(const struct sampler *s, const float *x)
     return i;
 }
 
+/* Whatever the logits are, one is left: the best. */
+static bool one_is_left(const struct sampler_options *o)
+{
+    return o->temperature == 0 || o->top_k == 1 || (o->typical_p >= 1 && (o->top_p == 0 || o->min_p >= 1));
+}
+
+bool sampler_greedy(const struct sampler *s)
+{
+    return one_is_left(&s->o) && !penalises(&s->o) && s->o.n_bias == 0;
+}
+
 int32_t sampler_pick(struct sampler *s, const float *logits, uint64_t index, const int32_t *history, size_t n_history,
                      struct error *e)
 {
@@ -551,11 +567,10 @@ int32_t sampler_pick(struct sampler *s, const float *logits, uint64_t index, con
         explain(s, x, index, e);
         return -1;
     }
-    bool typical = o->typical_p < 1;
-    if (o->temperature == 0 || o->top_k == 1 || (!typical && (o->top_p == 0 || o->min_p >= 1)))
+    if (one_is_left(o))
         return best_token(s, x);
     struct random r = random_at(o->seed, index);
-    return typical || (o->top_k > 0 && o->top_k < s->n) ? pick_from_list(s, x, &r) : pick_by_rejection(s, x, &r);
+    return o->typical_p < 1 || (o->top_k > 0 && o->top_k < s->n) ? pick_from_list(s, x, &r) : pick_by_rejection(s, x, &r);
 }
 
 void sampler_logprobs(struct sampler *s, const float *logits, int32_t token, float *logprob,

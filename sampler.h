@@ -31,6 +31,8 @@ struct sampler;                        /* scratch for one vocabulary size; not s
  * vocabulary; GEN_RUN for memory. */
 bool sampler_open(struct sampler **out, const struct sampler_options *o, int n_vocab, struct error *e);
 void sampler_close(struct sampler *s);
+/* The pick is the largest of the logits as they are, the lowest id among equals. */
+bool sampler_greedy(const struct sampler *s);
 
 /* Picks the token at index `index` of the sequence; history = all tokens before it (prompt and answer). Does not
  * allocate and does not change logits. Ties go to the lower id. -1 and *e (GEN_RUN, names the index) when a logit is

@@ -8,6 +8,7 @@ the last few tokens."""
 import itertools
 import json
 import os
+import shutil
 import subprocess
 
 import gguf
@@ -151,6 +152,34 @@ def test_program(model):
     path = model(arch="qwen3")
     words = [gen, "-m", path, "-p", "hello", "--temp", "0", "-n", "12", "--ignore-eos", "-c", "256", "-ctk", "f32", "-ctv", "f32", "-q"]
     assert emulate(*words, "--backend", "cuda") == emulate(*words, "--backend", "cpu")
+    assert emulate(*words, "--backend", "cuda", "--lookup") == emulate(*words, "--backend", "cpu")
+
+
+@pytest.mark.parametrize("options, least, most", [
+    ([], 4, 4), (["--lookup"], 0, 64), (["--repeat-penalty", "1.1"], 1000, 1100), (["--json", "--logprobs", "0"], 1000, 1100)])
+def test_bytes_read_back(model, tmp_path, options, least, most):
+    """A greedy token is four bytes of the device's, unless its logits are needed."""
+    gen, path, counted = BUILD / "emulated" / "gen", model(layers=1), []
+    for n in 8, 9:
+        file = tmp_path / f"{n}.json"
+        emulate(gen, "-m", path, "-p", "hello", "--temp", "0", "-n", n, "--ignore-eos", "-c", "256", "-q", "--backend", "cuda", *options,
+                settings=f"counters={file}")
+        counted.append(sum(r["bytes"] for r in json.loads(file.read_text())["copies to the host"]["reads"].values()))
+    assert least <= counted[1] - counted[0] <= most
+
+
+def test_nan_among_logits(model, tmp_path):
+    """The device finds no best token then, and what is wrong is told as on the CPU."""
+    path = shutil.copy(model(layers=1, weight="F32"), tmp_path / "nan.gguf")
+    for tensor in gguf.GGUFReader(path, "r+").tensors:
+        if tensor.name == "output.weight":
+            tensor.data[97] = np.nan
+            tensor.data.flush()
+    gen = BUILD / "emulated" / "gen"
+    told = [subprocess.run([gen, "-m", path, "-p", "hello", "--temp", "0", "-c", "64", "-q", "--backend", backend],
+                           capture_output=True, text=True, timeout=600, cwd=ROOT) for backend in ("cuda", "cpu")]
+    assert told[0].returncode == told[1].returncode == 1 and "is not a number" in told[0].stderr
+    assert told[0].stderr == told[1].stderr
 
 
 @pytest.mark.parametrize("types, depth", [(["int8"], 512), pytest.param(TYPES, 4096, marks=pytest.mark.long)])

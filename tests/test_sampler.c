@@ -311,8 +311,28 @@ static void test_greedy(void **state)
         for (o.seed = 0; o.seed < 20; o.seed++) {
             struct sampler *s = open_ok(&o, n);
             assert_int_equal(pick_ok(s, x, o.seed), 300);
+            assert_true(sampler_greedy(s));
             sampler_close(s);
         }
+    }
+}
+
+/* Whatever may pick another token than the logits' best one is not greedy. */
+static void test_not_greedy(void **state)
+{
+    (void)state;
+    struct logit_bias bias = {3, 1};
+    for (int k = 0; k < 7; k++) {
+        struct sampler_options o = sampler_defaults;
+        if (k > 1) o.temperature = 0;
+        if (k == 1) o.typical_p = 0.5f, o.top_p = 0;
+        if (k == 2) o.bias = &bias, o.n_bias = 1;
+        if (k == 3) o.repeat_penalty = 1.1f;
+        if (k == 4) o.presence_penalty = 0.1f;
+        if (k == 5) o.frequency_penalty = -0.1f;
+        struct sampler *s = open_ok(&o, 10);
+        assert_int_equal(sampler_greedy(s), k == 6);
+        sampler_close(s);
     }
 }
 
@@ -631,7 +651,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_filters), cmocka_unit_test(test_large), cmocka_unit_test(test_seeds),
-        cmocka_unit_test(test_counter), cmocka_unit_test(test_greedy), cmocka_unit_test(test_temperature_limits),
+        cmocka_unit_test(test_counter), cmocka_unit_test(test_greedy), cmocka_unit_test(test_not_greedy), cmocka_unit_test(test_temperature_limits),
         cmocka_unit_test(test_equal_and_few), cmocka_unit_test(test_bad_logits), cmocka_unit_test(test_options),
         cmocka_unit_test(test_bias), cmocka_unit_test(test_penalties), cmocka_unit_test(test_logprobs),
         cmocka_unit_test(test_speed),

@@ -524,6 +524,11 @@ static void copied(void *dst, const void *src, size_t bytes)
     if (on_device(dst)) check_device(dst, bytes, "destination of a copy");
     if (on_device(src)) check_device(src, bytes, "source of a copy");
     memmove(dst, src, bytes);
+    if (on_device(src) && !on_device(dst)) {
+        kernel_record &r = records["copies to the host"];
+        r.launches++;
+        r.reads[find_allocation((uintptr_t)src)->label].bytes += bytes;
+    }
     first_in_flight = launch_number + 1;
 }
 

@@ -23,7 +23,7 @@
  *   seed=N        order of threads and blocks (0)
  *   memory=BYTES  device memory (1 GiB)          devices=N  (1)          driver=N  version of the driver (13000)
  *   fail=N        the N-th API call that may fail returns cudaErrorUnknown
- *   counters=FILE at the end, a JSON object of what each kernel did
+ *   counters=FILE at the end, a JSON object of what each kernel did, and of the bytes copied to the host
  *
  * Not emulated: weak memory order, races between blocks, bank conflicts, registers, time. */
 #ifndef EMULATOR_H
