@@ -88,10 +88,21 @@ static bool plan_bytes(const struct plan *p, size_t *out)
     return true;
 }
 
+/* The options with the context and the window that they stand for. */
+static struct engine_options resolved(const struct model *m, struct engine_options o)
+{
+    if (o.ctx <= 0) o.ctx = m->n_ctx;
+    if (o.slide && o.slide <= o.ctx / 2) {
+        o.sinks = o.slide;
+        o.window = (int)(o.ctx - o.slide);
+    }
+    return o;
+}
+
 /* Shapes of the page pools that the options ask for. */
 static bool plan_pools(const struct model *m, const struct engine_options *o, struct plan *p, struct error *e)
 {
-    p->ctx = p->seen = o->ctx > 0 ? o->ctx : m->n_ctx;
+    p->ctx = p->seen = o->ctx;
     if (o->window > 0) {
         p->seen = (int64_t)o->sinks + o->window;
         if (p->seen > p->ctx)
@@ -147,8 +158,9 @@ static bool make_plan(const struct model *m, const struct engine_options *o, str
 bool engine_estimate(const struct model *m, const struct engine_options *o, struct kv_usage *out, struct error *e)
 {
     struct plan p;
+    struct engine_options all = resolved(m, *o);
     *out = (struct kv_usage){ 0 };
-    if (!plan_pools(m, o, &p, e)) return false;
+    if (!plan_pools(m, &all, &p, e)) return false;
     if (!plan_bytes(&p, &out->bytes_reserved))
         return fail(e, GEN_USAGE, "a context of %lld tokens is too large to address: lower --ctx-size",
                     (long long)p.ctx);
@@ -195,7 +207,8 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
     struct engine *g = alloc_zeroed(1, sizeof *g, "the engine", e);
     if (!g) return false;
     g->m = m;
-    g->o = *o;
+    g->o = resolved(m, *o);
+    o = &g->o;
     g->o.share = o->share && o->cache && o->layout == KV_PAGED && !o->evict;
     if (!make_plan(m, o, &p, e)) goto bad;
     g->memory.limit = o->kv_memory ? o->kv_memory : SIZE_MAX;

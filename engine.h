@@ -18,6 +18,8 @@ struct engine_options {
     int page_size;                     /* tokens, multiple of KV_BLOCK; paged only */
     enum kv_type type_k, type_v;
     int window, sinks;                 /* keep the last `window` tokens and the first `sinks`; window 0 = keep all */
+    int slide;                         /* > 0: once ctx tokens are there, keep the first `slide` and the
+                                        * last ctx - slide; ignored where that is less than half of them */
     enum kv_evict evict;               /* importance eviction down to `budget` tokens per layer and head; paged, pages
                                         * of KV_BLOCK, no window */
     int64_t budget;                    /* >= KV_BUDGET_LEAST */

@@ -49,7 +49,8 @@ struct program {
     struct kvstore *store;             /* the cache on disk; NULL = none */
     uint8_t fingerprint[32], root[KV_KEY];         /* of the model file; of all that the store's blocks depend on */
     int64_t ctx;                       /* tokens of context, the window's included */
-    int sinks;                         /* in a chat: tokens that stay when the context is full; 0 = it ends there */
+    int sinks;                         /* in a chat: tokens that stay when the context is full, and slides; 0 = it ends
+                                        * there */
     struct sequence *sequence;
     struct sampler *sampler;
     struct stream *stream;
@@ -317,7 +318,7 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
         .ctx = ctx, .batch = p->o.batch, .threads = p->o.threads, .backend = p->o.backend,
         .max_sequences = p->o.mode == MODE_BATCH ? p->o.parallel : 1, .layout = p->o.layout,
         .page_size = p->o.page_size, .type_k = p->o.type_k, .type_v = p->o.type_v, .window = p->o.window,
-        .sinks = p->o.sinks, .evict = p->o.evict, .budget = p->o.budget, .cache = !p->o.no_kv_cache,
+        .sinks = p->o.sinks, .slide = p->sinks, .evict = p->o.evict, .budget = p->o.budget, .cache = !p->o.no_kv_cache,
         .share = !p->o.no_share,
         .kv_memory = (size_t)p->o.kv_memory, .kv_offload = p->o.kv_offload,
         .progress = progress, .comm = p->o.data_parallel ? NULL : p->comm,
@@ -419,16 +420,6 @@ static void note_approximations(const struct program *p, const struct engine_opt
                 "asks for", m->file_kv, m->all_kv);
 }
 
-/* A chat whose context is full goes on without its oldest tokens; until then nothing is different. */
-static struct engine_options sliding(const struct program *p, struct engine_options eo)
-{
-    if (p->sinks && p->sinks <= eo.ctx / 2) {
-        eo.sinks = p->sinks;
-        eo.window = (int)(eo.ctx - p->sinks);
-    }
-    return eo;
-}
-
 /* Opens the engine for the prompt and a context of `asked` tokens; 0 = the model's, or as many as memory allows, which
  * is known for certain only when all has been reserved. */
 static bool open_engine(struct program *p, int64_t asked, struct error *e)
@@ -437,7 +428,7 @@ static bool open_engine(struct program *p, int64_t asked, struct error *e)
     char a[32];
     if (!choose_context(p, asked, &ctx, e) || !prompt_fits(p, ctx, e)) return false;
     struct engine_options eo = engine_options(p, ctx);
-    while (p->ctx = eo.ctx, eo = sliding(p, eo), !engine_open(&p->engine, p->model, &eo, e)) {
+    while (p->ctx = eo.ctx, !engine_open(&p->engine, p->model, &eo, e)) {
         if (asked || p->o.window || p->comm || e->code != GEN_RUN || eo.ctx < 2 * KV_BLOCK) return false;
         eo.ctx = eo.ctx / 2 / KV_BLOCK * KV_BLOCK;
     }
@@ -445,7 +436,7 @@ static bool open_engine(struct program *p, int64_t asked, struct error *e)
     if (!asked && eo.ctx < p->model->n_ctx)
         note(p, "the context is lowered from the model's %d to %lld tokens, whose cache fits the memory %s",
              p->model->n_ctx, (long long)eo.ctx, p->o.kv_memory ? "that --kv-memory gives" : "available");
-    if (p->sinks && !eo.window) p->sinks = 0;
+    if (p->sinks > eo.ctx / 2) p->sinks = 0;
     note_approximations(p, &eo);
     const struct backend *b = engine_backend(p->engine);
     p->result.load_s = now_seconds() - p->begun;

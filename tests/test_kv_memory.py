@@ -74,3 +74,11 @@ def test_wrong_sizes(gen, model):
 def test_other_names_of_types(gen, model):
     for name, kind in (("q8_0", "int8"), ("q4_0", "int4")):
         assert run(gen, model, "-ctk", name, "-ctv", name)[:2] == (kind, kind)
+
+
+def test_chat_in_a_budget(gen, model):
+    """The context that is chosen for a chat leaves room for what a window costs once the chat slides."""
+    talk = ["-m", model, "--chat", "--chat-template", "chatml", "-n", "120", "--temp", "0", "--ignore-eos"]
+    for kind, budget in (("f16", "1M"), ("int4", "1M"), ("f16", "100M")):
+        r = gen.ok(*talk, "-ctk", kind, "-ctv", kind, "--kv-memory", budget, "-b", "64", stdin="hello\n" * 12)
+        assert r.err.count("tokens (") == 12
