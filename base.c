@@ -145,17 +145,22 @@ double now_seconds(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-void sha256_hex(const void *data, size_t n, char out[65])
+void hex_text(const uint8_t digest[32], char out[65])
 {
     static const char digit[] = "0123456789abcdef";
+    for (int i = 0; i < 32; i++) {
+        out[2 * i] = digit[digest[i] >> 4];
+        out[2 * i + 1] = digit[digest[i] & 15];
+    }
+    out[64] = '\0';
+}
+
+void sha256_hex(const void *data, size_t n, char out[65])
+{
     struct sha256_ctx context;
     uint8_t digest[SHA256_DIGEST_SIZE];
     sha256_init(&context);
     sha256_update(&context, n, data);
     sha256_digest(&context, sizeof digest, digest);
-    for (int i = 0; i < SHA256_DIGEST_SIZE; i++) {
-        out[2 * i] = digit[digest[i] >> 4];
-        out[2 * i + 1] = digit[digest[i] & 15];
-    }
-    out[64] = '\0';
+    hex_text(digest, out);
 }

@@ -44,6 +44,7 @@ bool ids_add(struct ids *v, int32_t id);                                     /* 
 void ids_free(struct ids *v);
 
 double now_seconds(void);                                                    /* monotonic clock, seconds */
-void sha256_hex(const void *data, size_t n, char out[65]);                   /* lower-case hex and NUL */
+void hex_text(const uint8_t digest[32], char out[65]);                       /* lower-case hex and NUL */
+void sha256_hex(const void *data, size_t n, char out[65]);                   /* the same of the data's SHA-256 */
 
 #endif

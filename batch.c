@@ -158,25 +158,21 @@ static void task_free(struct task *t)
     free(t);
 }
 
-static double ms(double seconds) { return round(seconds * 1e6) / 1e3; }
-
 /* Makes the line of the output and lets go of all else. `why`: the answer failed. */
 static bool finish(struct scheduler *b, struct task *t, json_t *response, const struct error *why, struct error *e)
 {
     const struct request *r = t->request;
     json_t *object = json_object();
-    if (r->custom_id) json_object_set(object, "custom_id", (json_t *)r->custom_id);
+    if (r->custom_id) json_put(&object, "custom_id", json_incref((json_t *)r->custom_id));
     json_put(&object, "key", json_string(r->key));
     if (r->o.samples > 1) json_put(&object, "sample", json_integer(t->sample));
     if (why) response = json_pack("{s:I, s:s}", "line", (json_int_t)r->number, "message", why->text);
-    bool ok = json_object_set_new(object, why ? "error" : "response", response) == 0;
-    if (b->o.timings && t->begun) {
-        json_t *times = json_pack("{s:f, s:f, s:I}", "prefill_ms", ms(t->first - t->since), "decode_ms",
-                                  ms(t->last - t->first), "cached_tokens", (json_int_t)t->shared);
-        ok = json_object_set_new(object, "timings", times) == 0 && ok;
-    }
-    if (!ok) json_decref(object);
-    if (!json_line(&t->record, ok ? object : NULL, e)) return false;
+    json_put(&object, why ? "error" : "response", response);
+    if (b->o.timings && t->begun)
+        json_put(&object, "timings",
+                 json_pack("{s:f, s:f, s:I}", "prefill_ms", json_ms(t->first - t->since), "decode_ms",
+                           json_ms(t->last - t->first), "cached_tokens", (json_int_t)t->shared));
+    if (!json_line(&t->record, object, e)) return false;
     task_rest(t);
     t->state = DONE;
     t->failed = why != NULL;
@@ -799,18 +795,17 @@ static double time_left(const struct batch_status *s)
 static bool describe_json(struct bytes *out, const struct batch_status *s, bool last, struct error *e)
 {
     json_t *object = json_pack(
-        "{s:b, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f, s:I, s:f, s:f, s:i, s:i, s:f}",
+        "{s:b, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f, s:I, s:f, s:f, s:i, s:i, s:f, s:I, s:I, s:I}",
         "done", last, "answers", (json_int_t)s->answered, "failed", (json_int_t)s->failed,
         "known", (json_int_t)s->known, "running", (json_int_t)s->running, "waiting", (json_int_t)s->waiting,
-        "seconds", ms(s->seconds) / 1e3, "prompt_tokens", (json_int_t)s->prompt_tokens,
+        "seconds", json_ms(s->seconds) / 1e3, "prompt_tokens", (json_int_t)s->prompt_tokens,
         "prefilled_tokens", (json_int_t)s->prefilled, "repeated_tokens", (json_int_t)s->repeated,
-        "completion_tokens", (json_int_t)s->generated, "tokens_per_s", ms(rate(s)) / 1e3,
-        "given_up", (json_int_t)s->given_up, "longest_gap_ms", ms(s->longest_gap),
-        "median_step_ms", ms(s->median_step), "pages", s->kv.pages, "most_pages", s->most_pages, "waste", s->waste);
-    if (object) json_object_update_new(object, json_pack("{s:I, s:I, s:I}", "bytes_shared", (json_int_t)s->shared,
-                                                         "bytes_out", (json_int_t)s->kv.bytes_out,
-                                                         "bytes_in", (json_int_t)s->kv.bytes_in));
-    if (object && time_left(s) >= 0) json_object_set_new(object, "seconds_left", json_real(ms(time_left(s)) / 1e3));
+        "completion_tokens", (json_int_t)s->generated, "tokens_per_s", json_ms(rate(s)) / 1e3,
+        "given_up", (json_int_t)s->given_up, "longest_gap_ms", json_ms(s->longest_gap),
+        "median_step_ms", json_ms(s->median_step), "pages", s->kv.pages, "most_pages", s->most_pages, "waste", s->waste,
+        "bytes_shared", (json_int_t)s->shared, "bytes_out", (json_int_t)s->kv.bytes_out,
+        "bytes_in", (json_int_t)s->kv.bytes_in);
+    if (time_left(s) >= 0) json_put(&object, "seconds_left", json_real(json_ms(time_left(s)) / 1e3));
     return json_line(out, object, e);
 }
 

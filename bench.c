@@ -291,20 +291,17 @@ static bool print_json(struct bytes *out, const struct run *r, struct error *e)
     json_t *array = json_array();
     for (const struct test *t = r->tests; t < r->tests + r->n_tests; t++) {
         double bytes = bytes_per_token(&r->work, t), products = products_per_token(&r->work, t);
-        json_array_append_new(array, json_pack(
+        json_t *test = json_pack(
             "{s:s, s:I, s:I, s:i, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}",
             "test", t->decode ? "decode" : "prefill", "n", (json_int_t)t->n, "depth", (json_int_t)t->depth,
             "sequences", t->parallel, "tokens_per_s", t->median, "best_tokens_per_s", t->best, "stddev", t->deviation,
             "bytes_per_token", bytes, "gb_per_s", bytes * t->median / 1e9,
             "bandwidth_fraction", bytes * t->median / r->limits.bytes,
-            "gmac_per_s", products * t->median / 1e9, "int8_fraction", products * t->median / r->limits.multiply_adds));
-        if (r->quadratic)
-            json_object_set_new(json_array_get(array, json_array_size(array) - 1), "cached_tokens_per_s",
-                                json_real(t->cached));
+            "gmac_per_s", products * t->median / 1e9, "int8_fraction", products * t->median / r->limits.multiply_adds);
+        if (r->quadratic) json_put(&test, "cached_tokens_per_s", json_real(t->cached));
+        json_push(&array, test);
     }
-    bool whole = (int)json_array_size(array) == r->n_tests;
-    if (!whole) json_decref(array);
-    return json_line(out, whole ? array : NULL, e);
+    return json_line(out, array, e);
 }
 
 static bool print_table(struct bytes *out, const struct run *r, struct error *e)

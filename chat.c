@@ -125,11 +125,9 @@ bool chat_check_messages(const json_t *value, struct error *e)
 
 bool chat_read_messages(struct json_t **out, const char *text, size_t n, struct error *e)
 {
-    json_error_t why;
-    json_t *list = json_loadb(text, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &why);
+    json_t *list = json_read(text, n, "the messages are", e);
     *out = NULL;
-    if (!list)
-        return fail(e, GEN_USAGE, "the messages are no JSON, line %d column %d: %s", why.line, why.column, why.text);
+    if (!list) return false;
     if (chat_check_messages(list, e)) return *out = list, true;
     json_decref(list);
     return false;
@@ -211,6 +209,13 @@ bool conversation_set_system(struct conversation *c, const char *text, size_t n,
     json_t *message = new_message("system", text, n);
     int failed = there ? json_array_set_new(c->messages, 0, message) : json_array_insert_new(c->messages, 0, message);
     return failed == 0 || no_memory(e);
+}
+
+bool conversation_add_system(struct conversation *c, const char *text, const char *other, struct error *e)
+{
+    if (conversation_length(c) && strcmp(conversation_role(c, 0), "system") == 0)
+        return fail(e, GEN_USAGE, "-sys and the first of %s both give a system message: leave one out", other);
+    return conversation_set_system(c, text, strlen(text), e);
 }
 
 void conversation_cut(struct conversation *c, size_t i)
@@ -365,10 +370,7 @@ bool conversation_add_reply(struct conversation *c, const int32_t *ids, size_t n
 
 bool conversation_json(const struct conversation *c, struct bytes *out, struct error *e)
 {
-    char *text = json_dumps(c->messages, JSON_COMPACT);
-    bool ok = text && bytes_add(out, text, strlen(text));
-    free(text);
-    return ok || no_memory(e);
+    return json_add(out, c->messages, e);
 }
 
 /* Adds a reply whose ids stand in `tokens` behind those of the prompt that asks for it. False when they do not, or when

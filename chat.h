@@ -58,6 +58,8 @@ bool conversation_add_known(struct conversation *c, const struct json_t *message
                             struct error *e);
 /* Puts the system message in front, instead of the one that is there; n = 0 takes it away. */
 bool conversation_set_system(struct conversation *c, const char *text, size_t n, struct error *e);
+/* Puts that of -sys in front. Errors: GEN_USAGE where the first message is one, too, which came from `other`. */
+bool conversation_add_system(struct conversation *c, const char *text, const char *other, struct error *e);
 /* Drops the messages from the i-th on. */
 void conversation_cut(struct conversation *c, size_t i);
 /* Takes the last message off, NULL when there is none, and puts one (which is taken over) at the end. */

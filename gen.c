@@ -248,11 +248,7 @@ static bool add_messages(struct program *p, struct error *e)
         chat_free_messages(list);
         bytes_free(&text);
     }
-    if (!ok || !p->o.system) return ok;
-    if (conversation_length(p->conversation) && strcmp(conversation_role(p->conversation, 0), "system") == 0)
-        return fail(e, GEN_USAGE, "-sys and the first of --messages %s both give a system message: leave one out",
-                    p->o.messages);
-    return conversation_set_system(p->conversation, p->o.system, strlen(p->o.system), e);
+    return ok && (!p->o.system || conversation_add_system(p->conversation, p->o.system, "--messages", e));
 }
 
 /* Opens the chat; *source becomes its template's. */

@@ -13,7 +13,7 @@ bool input_read(const char *path, struct bytes *out, struct error *e)
     const char *name = strcmp(path, "-") == 0 ? "standard input" : path;
     int file = strcmp(path, "-") == 0 ? STDIN_FILENO : open(path, O_RDONLY | O_CLOEXEC);
     size_t start = out->len;
-    char piece[1 << 16];
+    char piece[1 << 13];
     ssize_t n = file < 0 ? -1 : 1;
     while (n > 0) {
         n = read(file, piece, sizeof piece);

@@ -34,16 +34,16 @@ static uint64_t elements(const struct gguf_tensor *t) { return t->ne[0] * t->ne[
 
 /* ---- a file */
 
-static void put_text(json_t *object, const char *label, const struct gguf *g, const char *key)
+static void put_text(json_t **object, const char *label, const struct gguf *g, const char *key)
 {
     struct error ignored;
     struct gguf_str s = { NULL, 0 };
-    if (gguf_get_str(g, key, &s, &ignored) && s.ptr) json_object_set_new(object, label, json_text(s.ptr, s.len));
+    if (gguf_get_str(g, key, &s, &ignored) && s.ptr) json_put(object, label, json_text(s.ptr, s.len));
 }
 
-static void put_count(json_t *object, const char *label, uint64_t n)
+static void put_count(json_t **object, const char *label, uint64_t n)
 {
-    json_object_set_new(object, label, json_integer(n > INT64_MAX ? INT64_MAX : (json_int_t)n));
+    json_put(object, label, json_integer(n > INT64_MAX ? INT64_MAX : (json_int_t)n));
 }
 
 static json_int_t count_in(const json_t *object, const char *label)
@@ -52,7 +52,7 @@ static json_int_t count_in(const json_t *object, const char *label)
 }
 
 /* Puts the number that stands under arch + key. Absent, or not one number: nothing. */
-static void put_number(json_t *object, const char *label, const struct gguf *g, struct gguf_str arch, const char *key)
+static void put_number(json_t **object, const char *label, const struct gguf *g, struct gguf_str arch, const char *key)
 {
     struct error ignored;
     char name[200];
@@ -68,9 +68,8 @@ static json_t *types(const struct gguf *g)
     for (size_t i = 0; i < gguf_tensor_count(g); i++) {
         const struct gguf_tensor *t = gguf_tensor_at(g, i);
         json_t *type = json_object_get(types, type_name(t->type));
-        json_object_set_new(types, type_name(t->type),
-                            json_pack("{s:I, s:I}", "tensors", count_in(type, "tensors") + 1, "bytes",
-                                      count_in(type, "bytes") + (json_int_t)t->size));
+        json_put(&types, type_name(t->type), json_pack("{s:I, s:I}", "tensors", count_in(type, "tensors") + 1, "bytes",
+                                                       count_in(type, "bytes") + (json_int_t)t->size));
     }
     return types;
 }
@@ -88,26 +87,26 @@ static json_t *file_object(const struct gguf *g)
     struct gguf_str arch = none;
     json_t *o = json_object();
     uint64_t parameters = 0;
-    json_object_set_new(o, "file", json_text(gguf_path(g), strlen(gguf_path(g))));
-    put_count(o, "gguf_version", (uint64_t)gguf_version(g));
-    put_text(o, "architecture", g, "general.architecture");
-    put_text(o, "name", g, "general.name");
+    json_put(&o, "file", json_text(gguf_path(g), strlen(gguf_path(g))));
+    put_count(&o, "gguf_version", (uint64_t)gguf_version(g));
+    put_text(&o, "architecture", g, "general.architecture");
+    put_text(&o, "name", g, "general.name");
     if (!gguf_get_str(g, "general.architecture", &arch, &ignored)) arch = none;
     for (size_t i = 0; i < sizeof of_arch / sizeof *of_arch; i++)
-        put_number(o, of_arch[i].label, g, arch, of_arch[i].key);
+        put_number(&o, of_arch[i].label, g, arch, of_arch[i].key);
     const struct gguf_value *tokens = gguf_find(g, "tokenizer.ggml.tokens");
-    put_text(o, "tokenizer", g, "tokenizer.ggml.model");
-    put_text(o, "pretokenizer", g, "tokenizer.ggml.pre");
-    if (tokens) put_count(o, "vocabulary", tokens->count);
-    put_number(o, "bos", g, none, "tokenizer.ggml.bos_token_id");
-    put_number(o, "eos", g, none, "tokenizer.ggml.eos_token_id");
-    json_object_set_new(o, "chat_template", json_boolean(gguf_find(g, "tokenizer.chat_template") != NULL));
+    put_text(&o, "tokenizer", g, "tokenizer.ggml.model");
+    put_text(&o, "pretokenizer", g, "tokenizer.ggml.pre");
+    if (tokens) put_count(&o, "vocabulary", tokens->count);
+    put_number(&o, "bos", g, none, "tokenizer.ggml.bos_token_id");
+    put_number(&o, "eos", g, none, "tokenizer.ggml.eos_token_id");
+    json_put(&o, "chat_template", json_boolean(gguf_find(g, "tokenizer.chat_template") != NULL));
     for (size_t i = 0; i < gguf_tensor_count(g); i++) parameters += elements(gguf_tensor_at(g, i));
-    put_count(o, "tensors", gguf_tensor_count(g));
-    put_count(o, "parameters", parameters);
-    put_count(o, "tensor_bytes", tensor_bytes(g));
-    put_count(o, "file_bytes", gguf_file_bytes(g));
-    json_object_set_new(o, "types", types(g));
+    put_count(&o, "tensors", gguf_tensor_count(g));
+    put_count(&o, "parameters", parameters);
+    put_count(&o, "tensor_bytes", tensor_bytes(g));
+    put_count(&o, "file_bytes", gguf_file_bytes(g));
+    json_put(&o, "types", types(g));
     return o;
 }
 
@@ -148,19 +147,28 @@ bool inspect_file(struct bytes *out, const struct gguf *g, bool json, struct err
 
 /* ---- a cache file */
 
+/* What a text holds; what is no JSON is `none`. NULL: memory was out. */
+static json_t *read_json(const struct bytes *text, json_t *none)
+{
+    struct error why = { 0 };
+    json_t *value = json_read(text->data ? text->data : "", text->len, "it is", &why);
+    if (!value && why.code == GEN_USAGE) return none;
+    json_decref(none);
+    return value;
+}
+
 static json_t *cache_object(const char *path, const struct kvstore_text *t)
 {
-    char model[65], *at = model;
-    for (int i = 0; i < 32; i++) at += sprintf(at, "%02x", t->fingerprint[i]);
-    json_t *o = json_object(), *settings = json_loadb(t->settings.data ? t->settings.data : "", t->settings.len, 0, NULL);
-    json_t *chat = json_loadb(t->messages.data ? t->messages.data : "", t->messages.len, JSON_ALLOW_NUL, NULL);
-    json_object_set_new(o, "file", json_text(path, strlen(path)));
-    put_count(o, "file_bytes", t->bytes);
-    put_count(o, "tokens", (uint64_t)t->n_tokens);
-    put_count(o, "blocks", (uint64_t)t->n_blocks);
-    put_count(o, "messages", json_array_size(chat));
-    json_object_set_new(o, "model_sha256", json_string(model));
-    json_object_set_new(o, "settings", settings ? settings : json_object());
+    char model[65];
+    json_t *o = json_object(), *chat = read_json(&t->messages, json_array());
+    hex_text(t->fingerprint, model);
+    json_put(&o, "file", json_text(path, strlen(path)));
+    put_count(&o, "file_bytes", t->bytes);
+    put_count(&o, "tokens", (uint64_t)t->n_tokens);
+    put_count(&o, "blocks", (uint64_t)t->n_blocks);
+    json_put(&o, "messages", chat ? json_integer((json_int_t)json_array_size(chat)) : NULL);
+    json_put(&o, "model_sha256", json_string(model));
+    json_put(&o, "settings", read_json(&t->settings, json_object()));
     json_decref(chat);
     return o;
 }
@@ -259,19 +267,19 @@ static bool estimate(struct estimate *s, const struct model *m, struct engine_op
 static json_t *run_object(const struct model *m, int64_t ctx, uint64_t available, const struct estimate *s, int n)
 {
     json_t *object = json_object(), *cache = json_array();
-    put_count(object, "weight_bytes", tensor_bytes(m->file));
-    put_count(object, "ctx", (uint64_t)ctx);
-    put_count(object, "model_ctx", (uint64_t)m->n_ctx);
-    put_count(object, "memory_available", available);
+    put_count(&object, "weight_bytes", tensor_bytes(m->file));
+    put_count(&object, "ctx", (uint64_t)ctx);
+    put_count(&object, "model_ctx", (uint64_t)m->n_ctx);
+    put_count(&object, "memory_available", available);
     for (int i = 0; i < n; i++) {
         json_t *entry = json_pack("{s:s, s:s}", "type_k", kv_type_name(s[i].k), "type_v", kv_type_name(s[i].v));
-        put_count(entry, "bytes_per_token", s[i].usage.bytes_per_token);
-        put_count(entry, "formula_bytes", s[i].formula);
-        put_count(entry, "reserved_bytes", s[i].usage.bytes_reserved);
-        put_count(entry, "largest_ctx", (uint64_t)s[i].largest);
-        json_array_append_new(cache, entry);
+        put_count(&entry, "bytes_per_token", s[i].usage.bytes_per_token);
+        put_count(&entry, "formula_bytes", s[i].formula);
+        put_count(&entry, "reserved_bytes", s[i].usage.bytes_reserved);
+        put_count(&entry, "largest_ctx", (uint64_t)s[i].largest);
+        json_push(&cache, entry);
     }
-    json_object_set_new(object, "cache", cache);
+    json_put(&object, "cache", cache);
     return object;
 }
 

@@ -1,6 +1,7 @@
 /* journal.c - the output of a batch, and what an earlier run left there. */
 #define _GNU_SOURCE
 #include "journal.h"
+#include "json.h"
 #include "output.h"
 
 #include <errno.h>
@@ -36,9 +37,10 @@ static int compare(const void *a, const void *b)
 /* Notes the answer on a line of the file. */
 static bool note_answer(struct journal *j, const char *line, size_t n, struct error *e)
 {
-    json_t *object = json_loadb(line, n, JSON_ALLOW_NUL, NULL), *key = json_object_get(object, "key");
+    json_t *object = json_read(line, n, "the line is", e), *key = json_object_get(object, "key");
     json_t *seed = json_object_get(object, "seed"), *sample = json_object_get(object, "sample");
     bool ok = json_is_string(key) && json_string_length(key) == 64;
+    if (!object && e->code == GEN_RUN) return false;
     if (!ok) {
         fail(e, GEN_USAGE, "--resume: line %lld of %s is no answer of a batch: name the file of the run that is to go "
                            "on", (long long)j->answers + 1, j->path);

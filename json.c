@@ -1,18 +1,63 @@
-/* json.c - JSON lines and clean strings. */
+/* json.c - reading JSON, JSON lines and clean strings. */
 #include "json.h"
 
 #include <jansson.h>
+#include <math.h>
 #include <utf8proc.h>
 
-static int add_chunk(const char *data, size_t n, void *out) { return bytes_add(out, data, n) ? 0 : -1; }
+/* The first bracket that opens a level too many; NULL = there is none. */
+static const char *too_deep(const char *text, size_t n)
+{
+    bool quoted = false;
+    int depth = 0;
+    for (const char *at = text; at < text + n; at++) {
+        if (quoted && *at == '\\') at++;
+        else if (*at == '"') quoted = !quoted;
+        else if (!quoted && (*at == '[' || *at == '{') && ++depth > JSON_DEPTH) return at;
+        else if (!quoted && (*at == ']' || *at == '}')) depth--;
+    }
+    return NULL;
+}
+
+struct json_t *json_read(const char *text, size_t n, const char *what, struct error *e)
+{
+    json_error_t why;
+    const char *deep = too_deep(text, n);
+    if (deep)
+        return fail(e, GEN_USAGE, "%s no JSON that can be read: byte %zu opens a level more than %d", what,
+                    (size_t)(deep - text) + 1, JSON_DEPTH), NULL;
+    json_t *value = json_loadb(text, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &why);
+    if (value) return value;
+    if (json_error_code(&why) <= json_error_out_of_memory)
+        return fail(e, GEN_RUN, "cannot allocate memory for JSON"), NULL;
+    if (why.line > 1) fail(e, GEN_USAGE, "%s no JSON, line %d column %d: %s", what, why.line, why.column, why.text);
+    else fail(e, GEN_USAGE, "%s no JSON, column %d: %s", what, why.column, why.text);
+    return NULL;
+}
+
+/* Jansson does not look at what comes back for the name of a member. */
+struct dump { struct bytes *out; bool whole; };
+static int add_chunk(const char *data, size_t n, void *dump)
+{
+    struct dump *d = dump;
+    d->whole = d->whole && bytes_add(d->out, data, n);
+    return d->whole ? 0 : -1;
+}
+
+bool json_add(struct bytes *out, const struct json_t *value, struct error *e)
+{
+    /* 15 digits: every float and every count comes back the same, and 0.1 stays 0.1 */
+    struct dump d = { out, true };
+    return (value && json_dump_callback(value, add_chunk, &d, JSON_COMPACT | JSON_REAL_PRECISION(15)) == 0 && d.whole)
+        || fail(e, GEN_RUN, "cannot allocate memory for JSON");
+}
 
 bool json_line(struct bytes *out, struct json_t *value, struct error *e)
 {
-    /* 15 digits: every float and every count comes back the same, and 0.1 stays 0.1 */
-    bool ok = value && json_dump_callback(value, add_chunk, out, JSON_COMPACT | JSON_REAL_PRECISION(15)) == 0
-           && bytes_add(out, "\n", 1);
+    bool ok = json_add(out, value, e)
+           && (bytes_add(out, "\n", 1) || fail(e, GEN_RUN, "cannot allocate memory for JSON"));
     json_decref(value);
-    return ok || fail(e, GEN_RUN, "cannot allocate memory for the JSON result");
+    return ok;
 }
 
 /* `failed`: what the call that added a value to *whole returned. */
@@ -44,3 +89,5 @@ struct json_t *json_text(const char *text, size_t n)
     bytes_free(&clean);
     return string;
 }
+
+double json_ms(double seconds) { return round(seconds * 1e6) / 1e3; }

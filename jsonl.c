@@ -2,6 +2,8 @@
 #define _GNU_SOURCE
 #include "jsonl.h"
 
+#include "json.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <jansson.h>
@@ -15,7 +17,7 @@
 
 /* ---- lines ------------------------------------------------------------------------------------------------------- */
 
-enum { READ_BYTES = 1 << 16 };
+enum { READ_BYTES = 1 << 13 };
 
 struct feed {
     int file;
@@ -70,7 +72,7 @@ static enum feed_state hand_out(struct feed *f, size_t n, struct line *out)
     size_t past = f->begin + n + (f->begin + n < f->text.len);
     sha256_update(&f->hash, n, (const uint8_t *)data);
     sha256_digest(&f->hash, sizeof digest, digest);     /* and begins anew */
-    for (int i = 0; i < SHA256_DIGEST_SIZE; i++) snprintf(out->hash + 2 * i, 3, "%02x", digest[i]);
+    hex_text(digest, out->hash);
     if (n && data[n - 1] == '\r') n--;
     out->number = ++f->number;
     out->data = f->skipping || n > LINE_MOST ? NULL : data;
@@ -228,11 +230,7 @@ static bool encode_messages(struct request *r, const struct request_context *c, 
     if (!conversation_open(&talk, c->chat, e)) return false;
     bool ok = list ? chat_check_messages(list, e) && conversation_add_list(talk, list, e)
                    : conversation_add(talk, "user", text, n, e);
-    if (ok && system) {
-        bool twice = conversation_length(talk) && strcmp(conversation_role(talk, 0), "system") == 0;
-        ok = twice ? fail(e, GEN_USAGE, "-sys and the first of \"messages\" both give a system message: leave one out")
-                   : conversation_set_system(talk, system, strlen(system), e);
-    }
+    ok = ok && (!system || conversation_add_system(talk, system, "\"messages\"", e));
     ok = ok && conversation_prompt(talk, &ids, e);
     for (size_t i = 0; ok && i < ids->len; i++)
         ok = ids_add(&r->prompt, ids->data[i]) || fail(e, GEN_RUN, "cannot allocate memory for the prompt");
@@ -253,11 +251,10 @@ static bool encode_text(struct request *r, const struct request_context *c, cons
 /* Takes the members of the line's object. */
 static bool read_object(struct request *r, const struct request_context *c, const struct line *line, struct error *e)
 {
-    json_error_t why;
     const char *name;
     json_t *value, *prompt = NULL, *messages = NULL;
-    r->object = json_loadb(line->data, line->len, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &why);
-    if (!r->object) return fail(e, GEN_USAGE, "the line is no JSON, column %d: %s", why.column, why.text);
+    r->object = json_read(line->data, line->len, "the line is", e);
+    if (!r->object) return false;
     if (!json_is_object(r->object)) return fail(e, GEN_USAGE, "the line is no JSON object");
     value = json_object_get(r->object, "custom_id");
     if (value && !json_is_string(value) && !json_is_number(value))

@@ -231,9 +231,7 @@ static json_t *line_object(const struct line *l)
         l->eo.window ? l->eo.sinks : 0, "budget", (json_int_t)l->eo.budget, "kv_heads", l->kv_heads,
         "bytes_per_token", l->token_bytes, "bytes", bytes,
         "prefill_tokens_per_s", l->prefill, "decode_tokens_per_s", l->decode, "perplexity", perplexity);
-    if (object && l->quality.compared)
-        json_object_update_new(object, json_pack("{s:f, s:f, s:f}", "kl_mean", l->quality.kl_mean, "kl_p99",
-                                                 l->quality.kl_p99, "top1_agreement", l->quality.top1_agreement));
+    divergence_put(&object, &l->quality);
     return object;
 }
 

@@ -304,15 +304,21 @@ bool perplexity_measure(struct perplexity *out, struct engine *g, const struct t
 
 /* ---- printing */
 
+void divergence_put(struct json_t **object, const struct perplexity *p)
+{
+    if (!p->compared) return;
+    json_put(object, "kl_mean", json_real(p->kl_mean));
+    json_put(object, "kl_p99", json_real(p->kl_p99));
+    json_put(object, "top1_agreement", json_real(p->top1_agreement));
+}
+
 bool perplexity_print(struct bytes *out, const struct perplexity *p, int64_t window, bool json, struct error *e)
 {
     if (json) {
         json_t *value = isfinite(p->value) ? json_real(p->value) : json_null();
         json_t *object = json_pack("{s:I, s:f, s:o}", "tokens", (json_int_t)p->tokens, "nll", p->nll, "perplexity",
                                    value);
-        if (object && p->compared)
-            json_object_update_new(object, json_pack("{s:f, s:f, s:f}", "kl_mean", p->kl_mean, "kl_p99", p->kl_p99,
-                                                     "top1_agreement", p->top1_agreement));
+        divergence_put(&object, p);
         return json_line(out, object, e);
     }
     bool ok = bytes_printf(out, "perplexity %.4f +/- %.4f (%.6f nats per token; %lld tokens in %lld windows of %lld)\n",

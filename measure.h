@@ -33,6 +33,9 @@ struct perplexity {
  * give a token no finite probability, stopped). */
 bool perplexity_measure(struct perplexity *out, struct engine *g, const struct tokenizer *t, const int32_t *tokens,
                         size_t n, const struct perplexity_options *o, struct error *e);
+struct json_t;
+/* Adds what the comparison gave to a JSON object, if there was one (json_put). */
+void divergence_put(struct json_t **object, const struct perplexity *p);
 /* The result as text lines, or as the JSON object of cli.md. */
 bool perplexity_print(struct bytes *out, const struct perplexity *p, int64_t window, bool json, struct error *e);
 

@@ -81,7 +81,6 @@ json_t *result_response(const struct result *r, const struct tokenizer *t)
 }
 
 /* Milliseconds, to the microsecond. */
-static double ms(double seconds) { return round(seconds * 1e6) / 1e3; }
 
 bool result_json(struct bytes *out, const struct result *r, const struct tokenizer *t, struct error *e)
 {
@@ -91,7 +90,7 @@ bool result_json(struct bytes *out, const struct result *r, const struct tokeniz
         "finish_reason", r->finish_reason,
         "usage", "prompt_tokens", (json_int_t)r->prompt_tokens, "cached_tokens", (json_int_t)r->cached_tokens,
         "completion_tokens", (json_int_t)r->n_tokens,
-        "timings", "load_ms", ms(r->load_s), "prefill_ms", ms(r->prefill_s), "decode_ms", ms(r->decode_s),
+        "timings", "load_ms", json_ms(r->load_s), "prefill_ms", json_ms(r->prefill_s), "decode_ms", json_ms(r->decode_s),
         "kv", "layout", r->layout == KV_PAGED ? "paged" : "contiguous", "type_k", kv_type_name(r->type_k),
         "type_v", kv_type_name(r->type_v), "bytes_used", (json_int_t)r->kv.bytes_used,
         "bytes_reserved", (json_int_t)r->kv.bytes_reserved, "pages", r->kv.pages,

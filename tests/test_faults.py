@@ -88,6 +88,20 @@ def test_window_that_cannot_be(gen, mkfix):
     gen.refused("-q", "-m", model, "--window", "600", "-p", "ab", rc=2, says=["600", "512"])
 
 
+@pytest.mark.parametrize("depth", [60, 2000])
+def test_nested_json_on_a_small_stack(gen, mkfix, tmp_path, depth):
+    def run(*args, stdin):
+        limit = lambda: conftest.SANITIZED or resource.setrlimit(resource.RLIMIT_STACK, (1 << 16, 1 << 16))
+        return subprocess.run([gen.path, "-q", "-t", "1", "-m", mkfix("rand"), "-n", "1", "-s", "1", *args], input=stdin,
+                              capture_output=True, text=True, preexec_fn=limit)
+    deep = "[" * depth + "]" * depth
+    talk = run("--chat-template", "chatml", "--messages", "-", stdin='[{"role": "user", "content": "a", "x": %s}]' % deep)
+    lines = run("--batch", "-", stdin='{"prompt": "a"}\n{"prompt": "b", "custom_id": %s}\n' % deep)
+    assert (talk.returncode, lines.returncode) == (2 if depth > 64 else 0, 1), talk.stderr + lines.stderr
+    assert ("level more than 64" in talk.stderr) == ("level more than 64" in lines.stdout) == (depth > 64)
+    assert lines.stdout.count("response") == lines.stdout.count("error") == 1
+
+
 # ---- memory that runs out
 
 def check_ended_well(run, text, what):
@@ -108,6 +122,9 @@ TASKS = {
     "json": ["-p", "ab", "-n", "8", "--json", "--logprobs", "3", "--temp", "0", "-s", "1"],
     "score": ["--perplexity", "TEXT", "-c", "64", "--chunks", "2"],
     "report": ["--kv-report", "-f", "TEXT", "-c", "64", "--chunks", "1"],
+    "estimate": ["--dry-run", "--json", "--kv-memory", "10M"],
+    "summary": ["--inspect", "MODEL", "--json"],
+    "compared": ["--perplexity", "TEXT", "-c", "64", "--chunks", "1", "--kl-base", "BASE", "--json"],
 }
 
 
@@ -125,7 +142,12 @@ def alloc_fault(tmp_path_factory):
 def test_an_allocation_fails(gen, mkfix, text, tmp_path, alloc_fault, task):
     """One allocation after the other: alone, and with all that follow it."""
     model = mkfix("rand", "--layers", "1")
-    words = [gen.path, "-q", "-t", "1", "--backend", "cpu", "-m", model, *[str(text) if w == "TEXT" else w for w in TASKS[task]]]
+    base = tmp_path / "base"
+    names = {"TEXT": text, "MODEL": model, "BASE": base}
+    words = [gen.path, "-q", "-t", "1", "--backend", "cpu", *([] if task == "summary" else ["-m", model]),
+             *[str(names.get(w, w)) for w in TASKS[task]]]
+    if "BASE" in TASKS[task]:
+        gen.ok("-m", model, "--perplexity", text, "-c", "64", "--chunks", "1", "--save-logits", base)
 
     def run(**fault):
         return subprocess.run(words, capture_output=True, timeout=60,
@@ -133,13 +155,13 @@ def test_an_allocation_fails(gen, mkfix, text, tmp_path, alloc_fault, task):
     whole = run(FAULT_COUNT=str(tmp_path / "count"))
     assert whole.returncode == 0, whole.stderr
     n = int((tmp_path / "count").read_text())
-    plain = lambda out: {k: v for k, v in json.loads(out).items() if k not in ("timings", "kv")}
+    plain = lambda out: {k: v for k, v in json.loads(out).items() if k not in ("timings", "kv", "memory_available")}
     assert n > 20
     points = sorted({1 + i * (n - 1) // 59 for i in range(60)} | set(range(1, 12)) | set(range(max(1, n - 10), n + 1)))
     for at in points:
         for on in ({}, {"FAULT_ON": "1"}):
             broken = run(FAULT_AT=str(at), **on)
-            if broken.returncode == 0 and task in ("json", "report"):  # times differ from run to run
+            if broken.returncode == 0 and task in ("json", "report", "estimate"):      # times and memory differ
                 assert task == "report" or plain(broken.stdout) == plain(whole.stdout), (task, at, on)
                 continue
             check_ended_well(broken, whole.stdout, (task, at, on))
