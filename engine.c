@@ -25,7 +25,9 @@ struct engine {
     struct work *step;                 /* [max_sequences] of engine_step */
     struct kvstore *store;             /* blocks that outlive the process; NULL = none */
     uint8_t root[KV_KEY];              /* the key of the store's first blocks */
-    void *block;                       /* room for a block on its way there */
+    unsigned char *blocks;             /* room for n_blocks of block_bytes on their way there */
+    size_t block_bytes;
+    int n_blocks;
     struct kv_memory memory;           /* of the pools */
     struct sequence *sequences;        /* all that are open */
     uint64_t *scratch;                 /* [2 * mass_rows] of eviction */
@@ -291,7 +293,7 @@ void engine_close(struct engine *g)
     free(g->rows);
     free(g->views);
     free(g->step);
-    free(g->block);
+    release_bytes(g->blocks, g->block_bytes * (size_t)g->n_blocks);
     free(g);
 }
 
@@ -651,6 +653,9 @@ static bool grow(struct sequence *s, int n, struct error *e)
 
 /* ---- the store --------------------------------------------------------------------------------------------------- */
 
+enum { MOST_BLOCKS = 16 };             /* that are put together, by several threads */
+static const size_t MOST_BLOCK_BYTES = (size_t)16 << 20;
+
 /* The last one of n blocks, whose key is given: the root where there are none. */
 static struct kvstore_block last_block(int64_t n, const uint8_t key[KV_KEY])
 {
@@ -676,14 +681,19 @@ static void next_block(const struct engine *g, struct kvstore_block *b, const in
 static void put_blocks(const struct sequence *s, struct kvstore *k, struct kvstore_block *b, int64_t n)
 {
     const struct engine *g = s->g;
+    struct kvstore_block some[MOST_BLOCKS];
+    int have = 0;
     while ((b->index + 2) * KV_BLOCK <= n) {
         next_block(g, b, s->tokens);
         if (!(engine_block_needs(g, b->index, (b->index + 1) * KV_BLOCK) & ~k->find(k, b))) continue;
-        b->parts = sequence_read_block(s, b->index, g->block);
-        b->data = g->block;
+        void *room = g->blocks + (size_t)have * g->block_bytes;
+        b->parts = sequence_read_block(s, b->index, room);
+        b->data = room;
         b->bytes = engine_block_bytes(g, b->index, b->parts);
-        k->put(k, b);
+        some[have++] = *b;
+        if (have == g->n_blocks) k->put(k, some, have), have = 0;
     }
+    if (have) k->put(k, some, have);
 }
 
 /* Puts the prompt's new blocks into the engine's store, before parts of them are dropped. */
@@ -696,19 +706,25 @@ static void store_prompt(struct sequence *s)
     put_blocks(s, g->store, &b, n);
     s->stored = n / KV_BLOCK;
     memcpy(s->stored_key, b.key, KV_KEY);
-    if (s->stored == s->prompt / KV_BLOCK) g->store->done(g->store);
-    else g->store->pause(g->store);
+    if (s->stored < s->prompt / KV_BLOCK) return g->store->pause(g->store);
+    b = last_block(0, g->root);        /* all its blocks are used now, later than those of prompts that ended meanwhile */
+    while (b.index + 1 < s->stored) next_block(g, &b, s->tokens), g->store->find(g->store, &b);
+    g->store->done(g->store);
 }
 
-static bool room_for_block(struct engine *g, struct error *e)
+static bool room_for_blocks(struct engine *g, struct error *e)
 {
-    if (!g->block) g->block = alloc_zeroed(engine_block_bytes(g, 0, KV_ALL_PARTS), 1, "a block of the cache", e);
-    return g->block != NULL;
+    if (g->blocks) return true;
+    g->block_bytes = engine_block_bytes(g, 0, KV_ALL_PARTS);
+    size_t n = MOST_BLOCK_BYTES / g->block_bytes;
+    g->n_blocks = n < 1 ? 1 : n < MOST_BLOCKS ? (int)n : MOST_BLOCKS;
+    g->blocks = reserve_bytes(g->block_bytes * (size_t)g->n_blocks, "blocks of the cache", e);
+    return g->blocks != NULL;
 }
 
 bool engine_use_store(struct engine *g, struct kvstore *k, const uint8_t root[KV_KEY], struct error *e)
 {
-    if (k && !room_for_block(g, e)) return false;
+    if (k && !room_for_blocks(g, e)) return false;
     g->store = g->o.cache ? k : NULL;
     memcpy(g->root, root, KV_KEY);
     return true;
@@ -719,7 +735,7 @@ bool sequence_store(const struct sequence *s, struct kvstore *k, const uint8_t r
     struct kvstore_block b = last_block(0, root);
     if (s->gone)
         return fail(e, GEN_RUN, "the cache has holes because of --evict, and cannot be kept for other texts");
-    if (!room_for_block(s->g, e)) return false;
+    if (!room_for_blocks(s->g, e)) return false;
     put_blocks(s, k, &b, s->n);
     k->done(k);
     return true;

@@ -458,7 +458,8 @@ static bool find_fingerprint(struct program *p, struct kvstore *k, struct error 
     uint8_t identity[32];
     bool sure = gguf_identity(p->model->file, identity);
     if (sure && k->known(k, identity, p->fingerprint)) return true;
-    if (!gguf_digest(p->model->file, p->fingerprint, progress, e)) return false;
+    int threads = engine_backend(p->engine)->threads;
+    if (!gguf_digest(p->model->file, p->fingerprint, threads, progress, e)) return false;
     if (sure) k->remember(k, identity, p->fingerprint);
     return true;
 }
@@ -486,7 +487,8 @@ static bool open_store(struct program *p, struct error *e)
     struct error why = { 0 };
     if (o->prefix_cache && o->mode == MODE_GENERATE && !p->session && p->n_prompt < KV_BLOCK) return true;
     if (o->prefix_cache) {
-        p->store = kvstore_open(o->prefix_cache, (uint64_t)o->prefix_cache_size, tell_store, p);
+        p->store = kvstore_open(o->prefix_cache, (uint64_t)o->prefix_cache_size, engine_backend(p->engine)->threads,
+                                tell_store, p);
         if (!p->store) return true;
     } else if (o->prompt_cache) {
         p->store = kvstore_file_open(o->prompt_cache, o->prompt_cache_ro ? KVSTORE_READ : KVSTORE_UPDATE, &why);

@@ -17,6 +17,8 @@
  * an error instead. */
 #include "gguf.h"
 
+#include "threads.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -708,25 +710,59 @@ bool gguf_identity(const struct gguf *g, uint8_t out[32])
     return settled;
 }
 
-bool gguf_digest(const struct gguf *g, uint8_t out[32], void (*progress)(const char *what, double done),
+/* The threads that compute a digest, piece by piece. */
+struct digest {
+    const struct gguf *g;
+    uint8_t (*pieces)[32];             /* [n] SHA-256 of each piece */
+    uint8_t *room;                     /* [threads][DIGEST_STEP] */
+    int n;
+    void (*progress)(const char *what, double done);
+    struct error *e;                   /* [threads] the first of its pieces that cannot be read */
+};
+
+/* Piece i of the files: each begins with a piece of its own. */
+static void digest_piece(void *user, int i, int thread)
+{
+    struct digest *d = user;
+    struct part *p = d->g->parts;
+    uint8_t *data = d->room + (size_t)thread * DIGEST_STEP;
+    uint64_t k = (uint64_t)i;
+    struct sha256_ctx c;
+    for (uint64_t n; k >= (n = (p->size + DIGEST_STEP - 1) / DIGEST_STEP); p++) k -= n;
+    uint64_t at = k * DIGEST_STEP;
+    size_t n = p->size - at < DIGEST_STEP ? p->size - at : DIGEST_STEP;
+    if (d->e[thread].code) return;
+    if (!read_at(p->fd, data, n, at)) {
+        bad(p, &d->e[thread], "cannot read the file: %s", read_problem());
+        return;
+    }
+    sha256_init(&c);
+    sha256_update(&c, n, data);
+    sha256_digest(&c, 32, d->pieces[i]);
+    if (d->progress && thread == 0) d->progress("hashing", (double)(i + 1) / d->n);
+}
+
+bool gguf_digest(const struct gguf *g, uint8_t out[32], int threads, void (*progress)(const char *what, double done),
                  struct error *e)
 {
+    struct digest d = { .g = g, .progress = progress };
+    struct team *team = NULL;
     struct sha256_ctx c;
-    uint64_t done = 0, whole = gguf_file_bytes(g);
-    uint8_t *piece = alloc_zeroed(DIGEST_STEP, 1, "the model file's digest", e);
-    bool ok = piece != NULL;
+    for (int i = 0; i < g->n_parts; i++) d.n += (int)((g->parts[i].size + DIGEST_STEP - 1) / DIGEST_STEP);
+    bool ok = (d.pieces = alloc_zeroed((size_t)d.n, sizeof *d.pieces, "the model file's digest", e))
+           && (d.room = alloc_zeroed((size_t)threads, DIGEST_STEP, "the model file's digest", e))
+           && (d.e = alloc_zeroed((size_t)threads, sizeof *d.e, "the model file's digest", e))
+           && team_open(&team, threads, e);
+    if (ok) team_each(team, d.n, digest_piece, &d);
+    for (int i = 0; ok && i < threads; i++)
+        if (d.e[i].code) *e = d.e[i], ok = false;
     sha256_init(&c);
-    for (int i = 0; ok && i < g->n_parts; i++) {
-        struct part *p = &g->parts[i];
-        for (uint64_t at = 0; ok && at < p->size; at += DIGEST_STEP) {
-            size_t n = p->size - at < DIGEST_STEP ? p->size - at : DIGEST_STEP;
-            if (!read_at(p->fd, piece, n, at)) ok = bad(p, e, "cannot read the file: %s", read_problem());
-            else sha256_update(&c, n, piece);
-            if (progress) progress("hashing", (double)(done += n) / (double)whole);
-        }
-    }
+    if (ok) sha256_update(&c, (size_t)d.n * sizeof *d.pieces, *d.pieces);
     sha256_digest(&c, 32, out);
-    free(piece);
+    if (team) team_close(team);
+    free(d.pieces);
+    free(d.room);
+    free(d.e);
     return ok;
 }
 

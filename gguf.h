@@ -48,8 +48,9 @@ uint64_t gguf_file_bytes(const struct gguf *g);      /* all files of the set tog
 /* What tells these files from changed ones without reading them: SHA-256 over their devices, inodes, sizes and times.
  * False where it does not: a file changed so lately that another change might leave its times as they are. */
 bool gguf_identity(const struct gguf *g, uint8_t out[32]);
-/* SHA-256 over all bytes of the files. progress may be NULL. Errors: GEN_MODEL. */
-bool gguf_digest(const struct gguf *g, uint8_t out[32], void (*progress)(const char *what, double done),
+/* SHA-256 over the SHA-256 of each 256 KiB of each file (the last ones are shorter), computed by as many threads.
+ * progress may be NULL. Errors: GEN_MODEL; GEN_RUN for memory. */
+bool gguf_digest(const struct gguf *g, uint8_t out[32], int threads, void (*progress)(const char *what, double done),
                  struct error *e);
 
 /* Metadata. The i-th value, or NULL past the end; the value of a key, or NULL. */

@@ -167,7 +167,7 @@ static json_t *cache_object(const char *path, const struct kvstore_text *t)
     put_count(&o, "tokens", (uint64_t)t->n_tokens);
     put_count(&o, "blocks", (uint64_t)t->n_blocks);
     json_put(&o, "messages", chat ? json_integer((json_int_t)json_array_size(chat)) : NULL);
-    json_put(&o, "model_sha256", json_string(model));
+    json_put(&o, "model_digest", json_string(model));
     json_put(&o, "settings", read_json(&t->settings, json_object()));
     json_decref(chat);
     return o;

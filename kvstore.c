@@ -1,11 +1,16 @@
-/* kvstore.c - the store that processes share: an SQLite database in a directory.
+/* kvstore.c - the store that processes share: an SQLite database in a directory, a row for each block, and beside it a
+ * file for each block's data, named by the row's id: what goes through the write-ahead log is written twice.
  *
- * Any number of processes read and write at once (write-ahead log); one transaction takes what a prompt adds, or a part
- * of it. A process may be killed at any moment. After the whole machine stopped the database may be damaged, since
- * nothing is waited for: a damaged one is noticed, by SQLite or by a row's checksum, is not used and is removed. */
+ * Any number of processes read and write at once; one transaction takes what a prompt adds, or a part of it. A file is
+ * written before its row is committed, and removed after the row's end was: so a process may be killed at any moment.
+ * After the whole machine stopped the store may be damaged, since nothing is waited for: a damaged one is noticed, by
+ * SQLite or by a row's checksum, is not used and is removed. */
 #define _GNU_SOURCE
 #include "kvstore.h"
 
+#include "threads.h"
+
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <sqlite3.h>
@@ -42,39 +47,48 @@ uint64_t kvstore_block_sum(const struct kvstore_block *b)
 static const char name[] = "prefixes.db";
 enum {
     APPLICATION = 0x67656e6b,          /* "genk", in the database's header */
-    VERSION = 1,
-    PAGE = 32768,                      /* bytes of a database page: large, for rows of a hundred kilobytes and more */
-    WAIT_MS = 1000                     /* for another process's transaction */
+    VERSION = 2,
+    PAGE = 4096,                       /* bytes of a database page, and of what a file takes on the disk */
+    WAIT_MS = 1000,                    /* for another process's transaction */
+    MOST = 16                          /* blocks that are written together */
 };
 #define TRANSACTION ((uint64_t)16 << 20)           /* most bytes of one transaction */
-#define LOG ((uint64_t)32 << 20)                   /* the write-ahead log is worked off when it has so many bytes */
+#define LOG ((uint64_t)4 << 20)                    /* the write-ahead log is worked off when it has so many bytes */
 
-/* A block's use is the time of the prompt that used it less its index, but always before its parent's: the least recently
- * used one is the last of a prefix. The data has a table of its own, since a change of `used` writes its whole row. */
+/* A block's use is the time of the prompt that used it less its index, and a prompt uses all blocks of its text, so the
+ * least recently used one is the last of a prefix: nothing depends on it. An id is never given twice: who finds a row
+ * and then another block's data in its file could not tell. `gone` has the ids of dropped rows whose file may be there
+ * still. */
 static const char schema[] =
-    "CREATE TABLE block(id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, parent BLOB NOT NULL, used INTEGER NOT NULL,"
-    " parts INTEGER NOT NULL, tokens BLOB NOT NULL, sum INTEGER NOT NULL);"
+    "CREATE TABLE block(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, parent BLOB NOT NULL,"
+    " used INTEGER NOT NULL, parts INTEGER NOT NULL, tokens BLOB NOT NULL, bytes INTEGER NOT NULL, sum INTEGER NOT NULL);"
     "CREATE INDEX block_used ON block(used);"
-    "CREATE TABLE data(id INTEGER PRIMARY KEY, bytes BLOB NOT NULL);"
+    "CREATE TABLE gone(id INTEGER PRIMARY KEY);"
+    "CREATE TABLE disk(bytes INTEGER NOT NULL);"
+    "INSERT INTO disk VALUES (0);"
+    "CREATE TRIGGER block_added AFTER INSERT ON block BEGIN"
+    " UPDATE disk SET bytes = bytes + (new.bytes + 4095) / 4096 * 4096; END;"
+    "CREATE TRIGGER block_dropped AFTER DELETE ON block BEGIN"
+    " UPDATE disk SET bytes = bytes - (old.bytes + 4095) / 4096 * 4096; INSERT INTO gone VALUES (old.id); END;"
     "CREATE TABLE model(identity BLOB PRIMARY KEY, fingerprint BLOB NOT NULL, sum INTEGER NOT NULL) WITHOUT ROWID;";
 
 enum statement {
-    BEGIN, COMMIT, ROLLBACK, FIND, READ, TOUCH, ADD, ADD_DATA, OLDEST, DROP, DROP_DATA, SIZE, KNOWN, REMEMBER, STATEMENTS
+    BEGIN, COMMIT, ROLLBACK, FIND, READ, TOUCH, LAST, ADD, OLDEST, DROP, GONE, FORGET, SIZE, KNOWN, REMEMBER, STATEMENTS
 };
-#define USED(parent) "min(?2, ifnull((SELECT p.used - 1 FROM block p WHERE p.key = " parent "), ?2))"
 static const char *const sql[STATEMENTS] = {
     [BEGIN] = "BEGIN IMMEDIATE",
     [COMMIT] = "COMMIT",
     [ROLLBACK] = "ROLLBACK",
     [FIND] = "SELECT id, parts FROM block WHERE key = ?1",
-    [READ] = "SELECT parent, tokens, parts, sum, bytes FROM block JOIN data USING (id) WHERE key = ?1",
-    [TOUCH] = "UPDATE block SET used = " USED("block.parent") " WHERE key = ?1 AND used < ?2",
-    [ADD] = "INSERT INTO block(key, used, parent, parts, tokens, sum) VALUES (?1, " USED("?3") ", ?3, ?4, ?5, ?6)",
-    [ADD_DATA] = "INSERT INTO data(id, bytes) VALUES (?1, ?2)",
+    [READ] = "SELECT id, parent, tokens, parts, bytes, sum FROM block WHERE key = ?1",
+    [TOUCH] = "UPDATE block SET used = ?2 WHERE key = ?1 AND used < ?2",
+    [LAST] = "SELECT seq FROM sqlite_sequence WHERE name = 'block'",
+    [ADD] = "INSERT INTO block(id, key, used, parent, parts, tokens, bytes, sum) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
     [OLDEST] = "SELECT id, used FROM block ORDER BY used LIMIT 1",
     [DROP] = "DELETE FROM block WHERE id = ?1",
-    [DROP_DATA] = "DELETE FROM data WHERE id = ?1",
-    [SIZE] = "SELECT page_count - freelist_count FROM pragma_page_count, pragma_freelist_count",
+    [GONE] = "SELECT id FROM gone",
+    [FORGET] = "DELETE FROM gone",
+    [SIZE] = "SELECT bytes + (page_count - freelist_count) * 4096 FROM disk, pragma_page_count, pragma_freelist_count",
     [KNOWN] = "SELECT fingerprint, sum FROM model WHERE identity = ?1",
     [REMEMBER] = "INSERT OR REPLACE INTO model VALUES (?1, ?2, ?3)",
 };
@@ -87,16 +101,21 @@ struct database {
     int dir;                           /* locked (flock) as long as the database is open: shared by those who use it */
     sqlite3 *db;
     sqlite3_stmt *statements[STATEMENTS];
-    uint64_t limit;                    /* bytes of database pages in use */
+    uint64_t limit;                    /* bytes of files and of database pages in use */
     uint64_t most;                     /* bytes of a transaction */
     uint64_t pending;                  /* bytes of the transaction that is open */
     bool writing;                      /* a transaction is open */
+    bool dropped;                      /* it drops rows */
     bool off;                          /* nothing is done any more */
     bool silent;                       /* nothing is written any more */
     bool ours, damaged;                /* the header says it is gen's; it is to be removed */
     int64_t now;                       /* microseconds: the time of this prompt, 0 = not taken yet */
     int64_t deepest;                   /* largest index of a block of this prompt */
     struct bytes touched;              /* struct touch of each block that was found */
+    struct team *team;                 /* that writes blocks, `threads` of them; NULL = there was only one at a time */
+    int threads;
+    void *data;                        /* the block read last, room for data_cap bytes */
+    size_t data_cap;
 };
 
 /* ---- what goes wrong --------------------------------------------------------------------------------------------- */
@@ -203,26 +222,50 @@ static bool pragma(struct database *d, const char *text, int64_t *out)
 
 /* ---- transactions ------------------------------------------------------------------------------------------------ */
 
+/* The file of a block's data. */
+struct file_name { char text[32]; };
+static struct file_name file_of(int64_t id)
+{
+    struct file_name f;
+    snprintf(f.text, sizeof f.text, "block-%lld", (long long)id);
+    return f;
+}
+
+/* In a transaction: removes the files of rows that were dropped by earlier ones. */
+static void remove_gone(struct database *d)
+{
+    bool any = false;
+    while (step(d, GONE) == SQLITE_ROW) {
+        unlinkat(d->dir, file_of(number(d, GONE, 0)).text, 0);
+        any = true;
+    }
+    reset(d, GONE);
+    if (any) run(d, FORGET);
+}
+
 static bool begin(struct database *d)
 {
-    reset(d, READ);                    /* a transaction that writes begins with what is there now */
     if (d->off || d->silent) return false;
     if (d->writing) return true;
-    return d->writing = run(d, BEGIN);
+    d->writing = run(d, BEGIN);
+    if (d->writing) remove_gone(d);
+    return d->writing;
 }
 
 static void roll_back(struct database *d)
 {
     if (d->writing && !sqlite3_get_autocommit(d->db)) sqlite3_step(d->statements[ROLLBACK]), reset(d, ROLLBACK);
-    d->writing = false;
+    d->writing = d->dropped = false;
     d->pending = 0;
 }
 
 static void commit(struct database *d)
 {
     if (d->writing && (d->off || !run(d, COMMIT))) roll_back(d);
-    d->writing = false;
+    bool dropped = d->dropped;
+    d->writing = d->dropped = false;
     d->pending = 0;
+    if (dropped && begin(d)) commit(d);
 }
 
 static int64_t use_of(struct database *d, int64_t index)
@@ -236,21 +279,26 @@ static int64_t use_of(struct database *d, int64_t index)
     return d->now - index;
 }
 
+static bool drop(struct database *d, int64_t id)
+{
+    bind_number(d, DROP, 1, id);
+    d->dropped = true;
+    return run(d, DROP);
+}
+
 /* Drops least recently used blocks until `bytes` more fit; false when only this prompt's own are left. */
 static bool make_room(struct database *d, size_t bytes)
 {
     while (!d->off) {
         if (!step(d, SIZE)) return reset(d, SIZE), false;
-        uint64_t used = (uint64_t)number(d, SIZE, 0) * PAGE;
+        uint64_t used = (uint64_t)number(d, SIZE, 0);
         reset(d, SIZE);
         if (used + bytes <= d->limit) return true;
         int rc = step(d, OLDEST);
         int64_t id = rc == SQLITE_ROW ? number(d, OLDEST, 0) : 0, last = rc == SQLITE_ROW ? number(d, OLDEST, 1) : 0;
         reset(d, OLDEST);
         if (rc != SQLITE_ROW || (d->now && last >= d->now - d->deepest)) return false;
-        bind_number(d, DROP, 1, id);
-        bind_number(d, DROP_DATA, 1, id);
-        if (!run(d, DROP) || !run(d, DROP_DATA)) return false;
+        if (!drop(d, id)) return false;
     }
     return false;
 }
@@ -297,61 +345,143 @@ static unsigned db_find(struct kvstore *k, const struct kvstore_block *b)
     return parts;
 }
 
+/* Reads the data that the row says to lie in the file of this id. */
+static bool read_file(struct database *d, int64_t id, size_t n)
+{
+    if (d->data_cap < n) {
+        free(d->data);
+        d->data = malloc(n);
+        d->data_cap = d->data ? n : 0;
+    }
+    int file = d->data ? openat(d->dir, file_of(id).text, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC) : -1;
+    size_t done = 0;
+    for (ssize_t got = 1; file >= 0 && got > 0 && done < n; done += got > 0 ? (size_t)got : 0)
+        while ((got = pread(file, (char *)d->data + done, n - done, (off_t)done)) < 0 && errno == EINTR) continue;
+    if (file >= 0) close(file);
+    return done == n;
+}
+
 static const void *db_read(struct kvstore *k, const struct kvstore_block *b)
 {
     struct database *d = (struct database *)k;
     struct kvstore_block row = *b;
     if (d->off) return NULL;
-    reset(d, READ);                    /* of the call before this one */
     bind_blob(d, READ, 1, b->key, KV_KEY);
-    if (step(d, READ) != SQLITE_ROW) return NULL;
-    const uint8_t *parent = blob(d, READ, 0, KV_KEY);
-    row.tokens = blob(d, READ, 1, KV_BLOCK * sizeof *b->tokens);
-    row.parts = (unsigned)number(d, READ, 2);
-    if (row.parts != b->parts) return NULL;            /* another process has put more of it since it was found */
-    row.data = blob(d, READ, 4, b->bytes);
-    if (parent) memcpy(row.parent, parent, KV_KEY);
-    bool whole = parent && row.tokens && row.data && kvstore_block_sum(&row) == (uint64_t)number(d, READ, 3)
-              && memcmp(row.tokens, b->tokens, KV_BLOCK * sizeof *b->tokens) == 0;
-    if (!whole) return damage(d, "a block's checksum is wrong"), NULL;
-    return row.data;
+    if (step(d, READ) != SQLITE_ROW) return reset(d, READ), NULL;
+    int64_t id = number(d, READ, 0);
+    const uint8_t *parent = blob(d, READ, 1, KV_KEY);
+    const void *tokens = blob(d, READ, 2, KV_BLOCK * sizeof *b->tokens);
+    uint64_t sum = (uint64_t)number(d, READ, 5);
+    row.parts = (unsigned)number(d, READ, 3);
+    bool whole = parent && tokens && memcmp(tokens, b->tokens, KV_BLOCK * sizeof *b->tokens) == 0;
+    if (whole) memcpy(row.parent, parent, KV_KEY);
+    whole = whole && (row.parts != b->parts || (uint64_t)number(d, READ, 4) == b->bytes);
+    reset(d, READ);
+    if (whole && row.parts != b->parts) return NULL;   /* another process has put more of it since it was found */
+    whole = whole && read_file(d, id, b->bytes);
+    row.data = d->data;
+    if (whole && kvstore_block_sum(&row) == sum) return d->data;
+    if (find_id(d, b->key, &row.parts) == id) damage(d, "a block's checksum is wrong");
+    return NULL;                       /* or it was dropped meanwhile */
 }
 
-static void db_put(struct kvstore *k, const struct kvstore_block *b)
+/* Blocks that are being put: their sums and files are made by several threads. */
+struct putting {
+    const struct database *d;
+    const struct kvstore_block *b[MOST];
+    int64_t id[MOST];
+    uint64_t sum[MOST];
+    int error[MOST];                   /* errno; 0 = its file is written */
+    int n;
+};
+
+static void write_block(void *user, int i, int thread)
 {
-    struct database *d = (struct database *)k;
-    unsigned there;
-    if (!begin(d)) return;
-    touch_found(d);                    /* or they might have to make room */
-    int64_t id = find_id(d, b->key, &there);
-    if (id && !(b->parts & ~there)) {
-        touch(d, b->key, b->index);
+    struct putting *p = user;
+    const struct kvstore_block *b = p->b[i];
+    (void)thread;
+    p->sum[i] = kvstore_block_sum(b);
+    int file = openat(p->d->dir, file_of(p->id[i]).text, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (file < 0) {
+        p->error[i] = errno;
         return;
     }
-    if (id) {                          /* with fewer parts */
-        bind_number(d, DROP, 1, id);
-        bind_number(d, DROP_DATA, 1, id);
-        if (!run(d, DROP) || !run(d, DROP_DATA)) return roll_back(d);
+    for (size_t done = 0; done < b->bytes && !p->error[i];) {
+        ssize_t n = pwrite(file, (const char *)b->data + done, b->bytes - done, (off_t)done);
+        if (n > 0) done += (size_t)n;
+        else if (n == 0 || errno != EINTR) p->error[i] = n ? errno : ENOSPC;
     }
-    if (!make_room(d, b->bytes + PAGE)) return;
-    bind_blob(d, ADD, 1, b->key, KV_KEY);
-    bind_number(d, ADD, 2, use_of(d, b->index));
-    bind_blob(d, ADD, 3, b->parent, KV_KEY);
-    bind_number(d, ADD, 4, b->parts);
-    bind_blob(d, ADD, 5, b->tokens, KV_BLOCK * sizeof *b->tokens);
-    bind_number(d, ADD, 6, (int64_t)kvstore_block_sum(b));
-    if (!run(d, ADD)) return roll_back(d);
-    bind_number(d, ADD_DATA, 1, sqlite3_last_insert_rowid(d->db));
-    bind_blob(d, ADD_DATA, 2, b->data, b->bytes);
-    if (!run(d, ADD_DATA)) return roll_back(d);
-    d->pending += b->bytes;
+    close(file);
+}
+
+static bool add_row(struct database *d, const struct kvstore_block *b, int64_t id, uint64_t sum)
+{
+    bind_number(d, ADD, 1, id);
+    bind_blob(d, ADD, 2, b->key, KV_KEY);
+    bind_number(d, ADD, 3, use_of(d, b->index));
+    bind_blob(d, ADD, 4, b->parent, KV_KEY);
+    bind_number(d, ADD, 5, b->parts);
+    bind_blob(d, ADD, 6, b->tokens, KV_BLOCK * sizeof *b->tokens);
+    bind_number(d, ADD, 7, (int64_t)b->bytes);
+    bind_number(d, ADD, 8, (int64_t)sum);
+    return run(d, ADD);
+}
+
+/* Writes the files and adds the rows; false after a failure, and the transaction is to be rolled back. */
+static bool add_blocks(struct database *d, struct putting *p)
+{
+    struct error ignored;
+    int64_t last = step(d, LAST) == SQLITE_ROW ? number(d, LAST, 0) : 0;
+    reset(d, LAST);
+    for (int i = 0; i < p->n; i++) p->id[i] = last + 1 + i;
+    if (p->n > 1 && !d->team && d->threads > 1 && !team_open(&d->team, d->threads, &ignored)) d->threads = 1;
+    if (p->n > 1 && d->team) team_each(d->team, p->n, write_block, p);
+    else for (int i = 0; i < p->n; i++) write_block(p, i, 0);
+    int why = 0;
+    for (int i = 0; i < p->n; i++)
+        if (p->error[i]) why = p->error[i];
+    for (int i = 0; i < p->n && why; i++) unlinkat(d->dir, file_of(p->id[i]).text, 0);
+    if (why) return give_up(d, "the prefix cache %s cannot be written (%s): this run goes on without it", d->path,
+                            strerror(why));
+    for (int i = 0; i < p->n; i++)
+        if (!add_row(d, p->b[i], p->id[i], p->sum[i])) return false;
+    return true;
+}
+
+static void put_some(struct database *d, const struct kvstore_block *b, int n)
+{
+    struct putting p = { .d = d };
+    size_t bytes = 0;
+    for (int i = 0; i < n; i++) {
+        unsigned there;
+        int64_t id = find_id(d, b[i].key, &there);
+        if (id && !(b[i].parts & ~there)) {
+            touch(d, b[i].key, b[i].index);
+            continue;
+        }
+        if (id && !drop(d, id)) return roll_back(d);   /* it has fewer parts */
+        use_of(d, b[i].index);         /* no room is made of this prompt's own */
+        bytes += b[i].bytes + 2 * PAGE;
+        if (!make_room(d, bytes)) break;
+        p.b[p.n++] = &b[i];
+    }
+    if (d->off || !add_blocks(d, &p)) return roll_back(d);
+    d->pending += bytes;
     if (d->pending >= d->most) commit(d);
+}
+
+static void db_put(struct kvstore *k, const struct kvstore_block *b, int n)
+{
+    struct database *d = (struct database *)k;
+    for (int i = 0; i < n && begin(d); i += MOST) {
+        touch_found(d);                /* or they might have to make room */
+        put_some(d, b + i, n - i < MOST ? n - i : MOST);
+    }
 }
 
 static void db_pause(struct kvstore *k)
 {
     struct database *d = (struct database *)k;
-    reset(d, READ);
     commit(d);
 }
 
@@ -388,32 +518,30 @@ static void db_remember(struct kvstore *k, const uint8_t identity[32], const uin
     commit(d);
 }
 
-/* A damaged database is removed when nobody else has it open. */
-static void remove_database(const struct database *d)
+/* A damaged store is removed when nobody else has it open. */
+static void remove_store(struct database *d)
 {
-    if (flock(d->dir, LOCK_EX | LOCK_NB) != 0) return;
-    for (int i = 0; i < 3; i++) {
-        static const char *const ends[] = { "", "-wal", "-shm" };
-        char file[sizeof name + 8];
-        snprintf(file, sizeof file, "%s%s", name, ends[i]);
-        unlinkat(d->dir, file, 0);
-    }
+    DIR *all = flock(d->dir, LOCK_EX | LOCK_NB) == 0 ? fdopendir(d->dir) : NULL;
+    if (!all) return;
+    for (struct dirent *file; (file = readdir(all));)
+        if (strncmp(file->d_name, name, sizeof name - 1) == 0 || strncmp(file->d_name, "block-", 6) == 0)
+            unlinkat(d->dir, file->d_name, 0);
+    closedir(all);
+    d->dir = -1;
 }
 
 static void db_close(struct kvstore *k)
 {
     struct database *d = (struct database *)k;
-    int64_t pages = 0;
     if (d->ours && !d->off) db_done(k);
     roll_back(d);
-    /* The limit was lowered: the file becomes shorter. */
-    if (d->ours && !d->off && pragma(d, "PRAGMA page_count", &pages) && (uint64_t)pages * PAGE > d->limit + d->most)
-        execute(d, "PRAGMA incremental_vacuum");
     for (int i = 0; i < STATEMENTS; i++) sqlite3_finalize(d->statements[i]);
     sqlite3_close(d->db);
-    if (d->damaged) remove_database(d);
+    if (d->damaged) remove_store(d);
     if (d->dir >= 0) close(d->dir);
     bytes_free(&d->touched);
+    if (d->team) team_close(d->team);
+    free(d->data);
     free(d->path);
     free(d);
 }
@@ -446,7 +574,7 @@ static bool create(struct database *d)
 {
     char text[200];
     int64_t application;
-    snprintf(text, sizeof text, "PRAGMA page_size=%d; PRAGMA auto_vacuum=INCREMENTAL; PRAGMA journal_mode=WAL", PAGE);
+    snprintf(text, sizeof text, "PRAGMA page_size=%d; PRAGMA journal_mode=WAL", PAGE);
     if (!execute(d, text) || !execute(d, "BEGIN IMMEDIATE") || !pragma(d, "PRAGMA application_id", &application))
         return false;
     if (application) return execute(d, "ROLLBACK");    /* another process was faster */
@@ -460,7 +588,7 @@ static bool prepare(struct database *d)
     sqlite3_extended_result_codes(d->db, 1);
     sqlite3_busy_timeout(d->db, WAIT_MS);
     sqlite3_db_config(d->db, SQLITE_DBCONFIG_DEFENSIVE, 1, NULL);
-    sqlite3_wal_autocheckpoint(d->db, (int)((d->limit / 8 < LOG ? d->limit / 8 : LOG) / PAGE) + 1);
+    sqlite3_wal_autocheckpoint(d->db, (int)((d->limit / 16 < LOG ? d->limit / 16 : LOG) / PAGE) + 1);
     if (!execute(d, "PRAGMA mmap_size=0; PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; PRAGMA synchronous=OFF;"
                  "PRAGMA temp_store=MEMORY") || !pragma(d, "PRAGMA application_id", &application)) return false;
     if (!application && !pragma(d, "SELECT count(*) FROM sqlite_master", &tables)) return false;
@@ -481,13 +609,14 @@ static bool prepare(struct database *d)
         if (rc != SQLITE_OK) return failed(d, rc);
     }
     if (!step(d, SIZE)) return false;
-    uint64_t used = (uint64_t)number(d, SIZE, 0) * PAGE;
+    uint64_t used = (uint64_t)number(d, SIZE, 0);
     reset(d, SIZE);
     if (used > d->limit && begin(d)) make_room(d, 0), commit(d);
     return !d->off;
 }
 
-struct kvstore *kvstore_open(const char *dir, uint64_t limit, void (*tell)(void *, const char *), void *user)
+struct kvstore *kvstore_open(const char *dir, uint64_t limit, int threads, void (*tell)(void *, const char *),
+                             void *user)
 {
     struct database *d = calloc(1, sizeof *d);
     char *path = NULL;
@@ -498,8 +627,9 @@ struct kvstore *kvstore_open(const char *dir, uint64_t limit, void (*tell)(void 
     }
     d->base = (struct kvstore){ db_find, db_read, db_put, db_pause, db_done, db_known, db_remember, db_close, tell, user };
     d->path = path;
+    d->threads = threads;
     d->dir = -1;
-    d->limit = limit / 4 * 3;          /* the rest is left to the write-ahead log */
+    d->limit = limit / 8 * 7;          /* the rest is left to the log, and to what is dropped only after a commit */
     d->most = limit / 16 < TRANSACTION ? limit / 16 : TRANSACTION;
     bool ok = make_files(d, dir);
     if (ok) {

@@ -25,8 +25,8 @@ struct kvstore {
     /* The data of a block that was found, with exactly these parts and bytes and for these tokens, until the next call;
      * NULL = not there after all. */
     const void *(*read)(struct kvstore *k, const struct kvstore_block *b);
-    /* Keeps a block. */
-    void (*put)(struct kvstore *k, const struct kvstore_block *b);
+    /* Keeps n blocks. */
+    void (*put)(struct kvstore *k, const struct kvstore_block *b, int n);
     /* What was put is kept; no other process has to wait for this one while it computes what comes next. */
     void (*pause)(struct kvstore *k);
     /* As pause: a prompt is done. */
@@ -47,9 +47,10 @@ uint64_t kvstore_block_sum(const struct kvstore_block *b);
 
 /* ---- a directory (kvstore.c) ------------------------------------------------------------------------------------- */
 
-/* Opens the store in `dir`, which is made where it is not there; it takes at most about `limit` bytes. NULL = it cannot
- * be used, which was told. */
-struct kvstore *kvstore_open(const char *dir, uint64_t limit, void (*tell)(void *, const char *), void *user);
+/* Opens the store in `dir`, which is made where it is not there; it takes at most about `limit` bytes and is written by
+ * so many threads. NULL = it cannot be used, which was told. */
+struct kvstore *kvstore_open(const char *dir, uint64_t limit, int threads, void (*tell)(void *, const char *),
+                             void *user);
 
 /* ---- a file (kvstore_file.c) ------------------------------------------------------------------------------------- */
 

@@ -237,9 +237,8 @@ static bool begin(struct file *f)
     return ok || stop_writing(f, "write");
 }
 
-static void file_put(struct kvstore *k, const struct kvstore_block *b)
+static void put_block(struct file *f, const struct kvstore_block *b)
 {
-    struct file *f = (struct file *)k;
     struct entry *found = entry_of(f, b);
     if (f->use == KVSTORE_READ || f->foreign || b->index > f->text.n_blocks) return;
     if (found && !(b->parts & ~(unsigned)found->parts)) return;
@@ -258,8 +257,18 @@ static void file_put(struct kvstore *k, const struct kvstore_block *b)
                            .bytes = b->bytes, .parts = b->parts, .sum = kvstore_block_sum(b) };
     memcpy(new->key, b->key, KV_KEY);
     memcpy(new->parent, b->parent, KV_KEY);
-    if (write_all(f->fd, b->data, b->bytes, new->offset)) f->text.n_blocks = b->index + 1;
-    else stop_writing(f, "write");
+    if (!write_all(f->fd, b->data, b->bytes, new->offset)) {
+        stop_writing(f, "write");
+        return;
+    }
+    f->text.n_blocks = b->index + 1;
+    /* The disk begins now, not at the end, which waits for it. */
+    sync_file_range(f->fd, (off_t)new->offset, (off_t)new->bytes, SYNC_FILE_RANGE_WRITE);
+}
+
+static void file_put(struct kvstore *k, const struct kvstore_block *b, int n)
+{
+    for (int i = 0; i < n; i++) put_block((struct file *)k, &b[i]);
 }
 
 bool kvstore_file_save(struct kvstore *k, const struct kvstore_text *t, struct error *e)

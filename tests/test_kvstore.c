@@ -1,4 +1,5 @@
 /* The store that processes share, seen by two of them. */
+#include <dirent.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -25,7 +26,7 @@ static void tell(void *user, const char *sentence)
 
 static struct kvstore *store(void)
 {
-    struct kvstore *k = kvstore_open(folder, 64 << 20, tell, NULL);
+    struct kvstore *k = kvstore_open(folder, 64 << 20, 2, tell, NULL);
     assert_non_null(k);
     return k;
 }
@@ -48,10 +49,10 @@ static void test_pause(void **unused)
     (void)unused;
     struct kvstore *one = store(), *other = store();
     struct kvstore_block first = block(1, 3);
-    one->put(one, &first);
+    one->put(one, &first, 1);
     one->pause(one);
     struct kvstore_block second = block(2, 3);
-    other->put(other, &second);
+    other->put(other, &second, 1);
     other->done(other);
     assert_int_equal(one->find(one, &second), 3);
     assert_int_equal(other->find(other, &first), 3);
@@ -66,13 +67,13 @@ static void test_silent(void **unused)
     (void)unused;
     struct kvstore *one = store(), *other = store();
     struct kvstore_block b = block(3, 3);
-    one->put(one, &b);
+    one->put(one, &b, 1);
     b = block(4, 3);
-    other->put(other, &b);
+    other->put(other, &b, 1);
     other->done(other);
     assert_int_equal(other->find(other, &b), 0);
     one->done(one);
-    other->put(other, &b);
+    other->put(other, &b, 1);
     other->done(other);
     assert_int_equal(one->find(one, &b), 3);
     one->close(one);
@@ -86,11 +87,11 @@ static void test_put_again(void **unused)
     (void)unused;
     struct kvstore *one = store(), *other = store();
     struct kvstore_block b = block(5, 1);
-    one->put(one, &b);
+    one->put(one, &b, 1);
     one->done(one);
     assert_int_equal(one->find(one, &b), 1);
     struct kvstore_block more = block(5, 3);
-    other->put(other, &more);
+    other->put(other, &more, 1);
     other->done(other);
     assert_null(one->read(one, &b));
     assert_int_equal(one->find(one, &more), 3);
@@ -109,9 +110,9 @@ static int make(void **unused)
 static int clean(void **unused)
 {
     (void)unused;
-    char file[100];
-    snprintf(file, sizeof file, "%s/prefixes.db", folder);
-    return unlink(file) || rmdir(folder);
+    DIR *all = opendir(folder);
+    for (struct dirent *file; all && (file = readdir(all));) unlinkat(dirfd(all), file->d_name, 0);
+    return !all || closedir(all) || rmdir(folder);
 }
 
 int main(void)

@@ -38,7 +38,7 @@ MAY_INCLUDE = {
     "pretokenizer": "utf8",
     "utf8": "",
     "model": "gguf quant",
-    "gguf": "quant",
+    "gguf": "quant threads",
     "quant": "",
     "base": "",
     # the machine
@@ -52,7 +52,7 @@ MAY_INCLUDE = {
     "attention": "device kvcache model",
     "device": "",
     "kvcache": "",
-    "kvstore": "kvcache",
+    "kvstore": "kvcache threads",
     "comm": "",
 }
 # These are parts of the unit kernels, as is everything that is compiled once per instruction set.
