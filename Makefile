@@ -218,6 +218,7 @@ $(B)/emulated/cases: $(B)/emulated/cases.o $(EMULATOR)
 
 $(B)/emulated/gen: $(B)/gen.o
 $(B)/emulated/cuda_tool: $(B)/tests/cuda_tool.o
+$(B)/emulated/cuda_tool: LDFLAGS += -Wl,--wrap=kv_choose
 $(B)/emulated/gen $(B)/emulated/cuda_tool: $(CUDA_SOURCES:%.cu=$(B)/emulated/%.o) $(EMULATOR) $(LIBRARY)
 	@echo '  LINK $@'
 	@$(LINK) $(LIBS) -lstdc++

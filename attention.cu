@@ -20,6 +20,8 @@
  *     decode<16, *>       255        256
  *     prefill<*>          255        1024
  *     append, seal        64         0
+ *     mass                128        0
+ *     compact             64         0
  */
 #include "attention.h"
 #include "device.h"
@@ -606,9 +608,14 @@ static __global__ void __launch_bounds__(128) seal_kernel(const __grid_constant_
 /* Weight of a part whose maximum is m when joined under `top`. */
 static __device__ inline float weight(float m, float top) { return m == top ? 1 : __expf(m - top); }
 
-/* out[head_v] of query head h of row r: the weighted mean in x, in the model's own basis; by one warp. */
-static __device__ void finish(const attention &a, int r, int h, float *x, float sum)
+/* out[head_v] of query head h of row r: the weighted mean in x, in the model's own basis; by one warp. top, sum: of its
+ * weights. */
+static __device__ void finish(const attention &a, int r, int h, float *x, float top, float sum)
 {
+    if (a.peaks && threadIdx.x % WARP == 0) {
+        float *peak = a.peaks + 2 * ((size_t)r * a.n_head + h);
+        peak[0] = top, peak[1] = sum;
+    }
     for (int d = threadIdx.x % WARP; d < a.head_v; d += WARP) x[d] /= sum;
     __syncwarp();
     if (kv_rotated(a.main.type_v, false)) turn_basis(x, a.head_v);
@@ -741,7 +748,7 @@ decode_kernel(const __grid_constant__ attention a)
         float m, l;
         join(meet + g * warps * stride, warps, stride, a.head_v, x, &m, &l);
         if (used == 1) {
-            finish(a, r, h0 + g, x, l);
+            finish(a, r, h0 + g, x, m, l);
             continue;
         }
         float *to = a.part + (((size_t)r * a.n_head + h0 + g) * a.n_splits + split) * stride;
@@ -765,7 +772,7 @@ decode_kernel(const __grid_constant__ attention a)
     for (int g = warp; g < n_g; g += warps) {
         float m, l;
         join(a.part + ((size_t)r * a.n_head + h0 + g) * a.n_splits * stride, used, stride, a.head_v, x, &m, &l);
-        finish(a, r, h0 + g, x, l);
+        finish(a, r, h0 + g, x, m, l);
     }
 }
 
@@ -852,8 +859,108 @@ static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(co
                 if (d < a.head_v) x[d] = st.o[g][j * channels<HV>::EACH + k];
             }
         __syncwarp();
-        finish(a, run.row + i / group, head * group + i % group, x, l);
+        finish(a, run.row + i / group, head * group + i % group, x, st.m[g], l);
         __syncwarp();
+    }
+}
+
+/* ---- importance eviction ----------------------------------------------------------------------------------------- */
+
+enum { MASS_WARPS = 4, MASS_EACH = 8 };
+
+static __host__ __device__ inline int mass_columns(int n_q) { return (n_q + MASS_EACH - 1) / MASS_EACH * MASS_EACH; }
+
+/* The weights that a run's queries of one KV head gave to each key, in 2^-32 so that the order of adding does not matter
+ * (layer.inc). The keys' blocks are shared out to the warps of gridDim.x blocks. */
+static __global__ void __launch_bounds__(MASS_WARPS * WARP) mass_kernel(const __grid_constant__ attention a)
+{
+    int group = a.n_head / a.n_kv, head = blockIdx.y, warp = threadIdx.x / WARP;
+    wait_for_previous();
+    let_next_start();
+    const kv_run run = a.runs[blockIdx.z];
+    const kv_row row = a.rows[run.row];
+    const kv_sequence s = a.sequences[row.sequence * a.sequence_stride];
+    int n_q = run.n * group, columns = mass_columns(n_q), n_blocks = (row.pos + run.n - 1) / KV_BLOCK + 1;
+    float *q = (float *)smem, *factor = q + a.head_k * columns, *top = factor + columns;
+    float *x = top + columns + warp * a.head_k;
+    bool votes = false;
+    for (int i = 0; i < run.n; i++) votes |= a.votes[run.row + i] > 0;
+    if (!votes || (int)blockIdx.x * MASS_WARPS >= n_blocks) return;
+    for (int i = threadIdx.x; i < a.head_k * columns; i += blockDim.x) q[i] = 0;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) {
+        int r = run.row + i / group;
+        const float *peak = a.peaks + 2 * ((size_t)r * a.n_head + head * group + i % group);
+        factor[i] = i < n_q ? 0x1p32f * a.votes[r] / peak[1] : 0;
+        top[i] = i < n_q ? peak[0] : 0;
+    }
+    __syncthreads();
+    for (int i = warp; i < n_q; i += MASS_WARPS)
+        ready_query(a, run.row + i / group, head * group + i % group, false, x, q, columns, i);
+    __syncthreads();
+    uint64_t *mass = a.mass[row.sequence] + ((size_t)a.layer * a.n_kv + head) * a.mass_rows;
+    for (int block = blockIdx.x * MASS_WARPS + warp; block < n_blocks; block += gridDim.x * MASS_WARPS) {
+        const kv_store &of = is_raw(a, row.pos, block) ? a.raw : a.main;
+        const unsigned char *keys = keys_at(of, a.layer, head, page_of(a, s, row.pos, block), block);
+        unsigned long long sum = 0;
+        int t = 0;
+        for (int g = 0; g < columns; g += MASS_EACH) {
+            float y[MASS_EACH];
+            t = scores<MASS_EACH>(of.type_k, keys, a.head_k, q + g, columns, y);
+            UNROLL
+            for (int i = 0; i < MASS_EACH; i++) {
+                if (a.cap > 0) y[i] = a.cap * tanhf(y[i] / a.cap);
+                float w = __expf(y[i] - top[g + i]) * factor[g + i];
+                bool seen = block * KV_BLOCK + t <= row.pos + (g + i) / group;
+                sum += seen && w > 0 ? (unsigned long long)(long long)w : 0;         /* a NaN counts nothing */
+            }
+        }
+        if (sum) atomicAdd((unsigned long long *)mass + block * KV_BLOCK + t, sum);
+    }
+}
+
+/* A row of a tile into another: scales and codes of SIZE bytes each; by one warp. */
+template <class T>
+static __device__ inline void gather_row(unsigned char *dst, int to, const unsigned char *src, int from, int n,
+                                         size_t scales, bool keys)
+{
+    for (int b = threadIdx.x % WARP; b < (int)scales / (2 * KV_BLOCK); b += WARP)
+        ((uint16_t *)dst)[b * KV_BLOCK + to] = ((const uint16_t *)src)[b * KV_BLOCK + from];
+    for (int d = threadIdx.x % WARP; d < n; d += WARP)
+        ((T *)(dst + scales))[keys ? d * KV_BLOCK + to : to * n + d] =
+            ((const T *)(src + scales))[keys ? d * KV_BLOCK + from : from * n + d];
+}
+
+/* One head's rows move together, tile by tile: what a tile is to hold comes from there or from behind it, and is read
+ * before any of it is written. */
+static __global__ void __launch_bounds__(128) compact_kernel(const __grid_constant__ compaction c)
+{
+    wait_for_previous();
+    let_next_start();
+    const kv_store &s = c.main;
+    int head = blockIdx.x, layer = blockIdx.y, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    bool keys = blockIdx.z == 0;
+    kv_type type = keys ? s.type_k : s.type_v;
+    int n = keys ? c.head_k : c.head_v, bytes = keys ? s.k_tile : s.v_tile, each = KV_BLOCK / c.unit;
+    size_t scales = kv_scale_bytes(type, n, keys);
+    const int32_t *kept = c.kept + ((size_t)layer * s.n_kv + head) * c.n;
+    auto tile_of = [&](int block) {
+        int32_t page = c.pages[block];
+        return keys ? keys_at(s, layer, head, page, block) : values_at(s, layer, head, page, block);
+    };
+    for (int i = 0; i < c.n; i += each) {
+        for (int t = warp; t < each; t += warps) {
+            int from = kept[i + t];
+            const unsigned char *src = tile_of(from / KV_BLOCK);
+            if (each == 1)
+                for (int b = threadIdx.x % WARP; b < bytes / 16; b += WARP) ((uint4 *)smem)[b] = ((const uint4 *)src)[b];
+            else if (type == KV_F32) gather_row<uint32_t>(smem, t, src, from % KV_BLOCK, n, scales, keys);
+            else if (kv_sealed(type)) gather_row<uint8_t>(smem, t, src, from % KV_BLOCK, n, scales, keys);
+            else gather_row<uint16_t>(smem, t, src, from % KV_BLOCK, n, scales, keys);
+        }
+        __syncthreads();
+        unsigned char *dst = tile_of((c.begin + i * c.unit) / KV_BLOCK);
+        for (int b = threadIdx.x; b < bytes / 16; b += blockDim.x) ((uint4 *)dst)[b] = ((const uint4 *)smem)[b];
+        __syncthreads();
     }
 }
 
@@ -918,4 +1025,17 @@ struct attention_launch attention_prefill(const struct attention *a, int n_runs)
     return { "attention prefill",
              a->head_v <= 64 ? prefill_kernel<64> : a->head_v <= 128 ? prefill_kernel<128> : prefill_kernel<256>,
              dim3(a->n_kv, n_runs), dim3(PREFILL_WARPS * WARP), prefill_shared(a, a->stages) };
+}
+
+struct attention_launch attention_mass(const struct attention *a, int n_runs, int most_rows)
+{
+    int columns = mass_columns(most_rows * (a->n_head / a->n_kv));
+    return { "attention mass", mass_kernel, dim3(a->n_splits, a->n_kv, n_runs), dim3(MASS_WARPS * WARP),
+             sizeof(float) * ((size_t)(a->head_k + 2) * columns + MASS_WARPS * a->head_k) };
+}
+
+struct compaction_launch attention_compact(const struct compaction *c, int n_layer)
+{
+    return { "compact", compact_kernel, dim3(c->main.n_kv, n_layer, 2), dim3(128),
+             (size_t)(c->main.k_tile > c->main.v_tile ? c->main.k_tile : c->main.v_tile) };
 }

@@ -53,6 +53,19 @@ struct attention {
     /* prefill */
     const struct kv_run *runs;
     int stages;                        /* tiles in shared memory, 1 or 2: attention_prefill_stages */
+    /* importance eviction: what keys are looked at; see struct kv_view */
+    float *peaks;                      /* [rows][n_head][2] maximum and sum of a query's weights; NULL = not wanted */
+    const float *votes;                /* [rows] what a query's weight of 1 counts; 0 = nothing */
+    uint64_t *const *mass;             /* [sequences] the sequence's masses, [n_layer][n_kv][mass_rows] */
+    int mass_rows;
+};
+
+/* Rows of a sequence's middle that move together: kv_compact's arguments. */
+struct compaction {
+    struct kv_store main;              /* pages of one block */
+    int head_k, head_v;
+    const int32_t *pages, *kept;       /* kept: [n_layer][n_kv][n] */
+    int begin, n, unit;
 };
 
 enum {
@@ -92,6 +105,15 @@ struct attention_launch attention_decode(const struct attention *a, int n_rows, 
 struct attention_launch attention_append(const struct attention *a, int n_rows);
 struct attention_launch attention_seal(const struct attention *a, int n_rows);
 struct attention_launch attention_prefill(const struct attention *a, int n_runs);
+/* Adds the weights of all rows' queries to the masses, once attention has filled peaks. */
+struct attention_launch attention_mass(const struct attention *a, int n_runs, int most_rows);
+struct compaction_launch {
+    const char *name;
+    void (*kernel)(struct compaction);
+    dim3 grid, block;
+    size_t shared;
+};
+struct compaction_launch attention_compact(const struct compaction *c, int n_layer);
 int attention_prefill_stages(const struct attention *a, size_t shared_limit);
 
 /* Why heads of these sizes are not served; NULL = they are. */

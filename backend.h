@@ -49,6 +49,7 @@ struct backend_options {
     int max_rows;                      /* rows of the largest batch */
     int max_sequences;                 /* sequences of the largest batch */
     int64_t max_seen;                  /* most tokens that one query sees */
+    bool evicts;                       /* the views sum masses, and rows of theirs may be gone */
     void (*progress)(double done);     /* called while weights are read, 0..1; may be NULL */
     struct comm *comm;                 /* the ranks that hold the model's other parts; NULL = it is whole */
 };

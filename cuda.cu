@@ -857,7 +857,14 @@ struct device_layer {
 struct table { int32_t *device, *shadow; int low, ring; };
 
 /* What changes from step to step, side by side in pinned memory and copied as one. */
-struct step { kv_row *rows; kv_sequence *sequences; int32_t *wanted; kv_run *runs; };
+struct step {
+    kv_row *rows[KV_GROUPS];           /* pos: of the cache's row; in the local group that of the text */
+    kv_sequence *sequences;
+    int32_t *wanted;
+    kv_run *runs;
+    float *votes;
+    uint64_t **mass;
+};
 
 struct gpu {
     struct backend base;
@@ -872,6 +879,8 @@ struct gpu {
     cudaStream_t stream;
     struct blas blas;
     int max_rows, max_sequences;
+    bool evicts;
+    int mass_rows;
     void **allocated;                  /* what is to be freed */
     int n_allocated, most_allocated;
     size_t weight_bytes;
@@ -886,7 +895,7 @@ struct gpu {
     uint16_t *half;                    /* [max_rows][widest] inputs of cuBLAS */
     float *full, *full_scale, *tile;
     int tile_bytes;
-    float *part;
+    float *part, *peaks;
     unsigned *arrived, *best_arrived;
     best *best_part;
     int32_t *best_ids, *host_ids;      /* [LOGIT_ROWS] on the device and in pinned memory */
@@ -1120,7 +1129,7 @@ static attention attention_of(const struct gpu *c, const device_layer &l, int n,
     a.ld = qkv_width(m);
     a.q_bias = l.q_bias, a.k_bias = l.k_bias, a.v_bias = l.v_bias, a.q_norm = l.q_norm, a.k_norm = l.k_norm;
     a.cs = c->cs[l.group], a.sn = c->sn[l.group], a.sink_cs = c->sink_cs, a.sink_sn = c->sink_sn;
-    a.rows = c->dev.rows;
+    a.rows = c->dev.rows[l.group];
     a.sequences = c->dev.sequences + l.group;
     a.sequence_stride = KV_GROUPS;
     a.out = c->att;
@@ -1131,6 +1140,12 @@ static attention attention_of(const struct gpu *c, const device_layer &l, int n,
     a.arrived = c->arrived;
     a.runs = c->dev.runs;
     a.stages = attention_prefill_stages(&a, c->shared_limit);
+    if (c->evicts && l.group == KV_GLOBAL) {
+        a.peaks = c->peaks;
+        a.votes = c->dev.votes;
+        a.mass = c->dev.mass;
+        a.mass_rows = c->mass_rows;
+    }
     return a;
 }
 
@@ -1149,6 +1164,7 @@ static void attend(struct gpu *c, const device_layer &l, int n, int n_runs, bool
         if (a.raw.base) launch_attention(c, attention_seal(&a, n), a);
     }
     launch_attention(c, alone ? attention_decode(&a, n, c->shared_limit) : attention_prefill(&a, n_runs), a);
+    if (a.peaks) launch_attention(c, attention_mass(&a, n_runs, alone ? 1 : PREFILL_QUERIES / (a.n_head / a.n_kv)), a);
 }
 
 /* c->gate[n][n_ff] = the gated activation. */
@@ -1279,7 +1295,7 @@ static void enqueue(struct gpu *c, int n, int n_runs, int n_wanted, bool alone)
     start s = {};
     s.embd = c->embd;
     s.embd_scale = m->embd_scale;
-    s.rows = c->dev.rows;
+    s.rows = c->dev.rows[KV_LOCAL];
     s.sequences = c->dev.sequences;
     s.x = c->x[0];
     s.n_embd = m->n_embd;
@@ -1345,9 +1361,11 @@ static void upload_table(struct gpu *c, table *t, const int32_t *pages, int firs
 /* Rows [row, end) are those of one sequence. */
 static void put_sequence(struct gpu *c, const struct batch *batch, int row, int end)
 {
-    int sequence = batch->rows[row].sequence, pos = (int)batch->rows[row].pos, last = (int)batch->rows[end - 1].pos;
+    int sequence = batch->rows[row].sequence;
+    c->host.mass[sequence] = batch->views[sequence][KV_GLOBAL].mass;
     for (int g = 0; g < KV_GROUPS; g++) {
         const struct kv_view *v = &batch->views[sequence][g];
+        int pos = (int)(batch->rows[row].pos - v->gone), last = (int)(batch->rows[end - 1].pos - v->gone);
         kv_sequence *s = &c->host.sequences[sequence * KV_GROUPS + g];
         table *t = &c->tables[(sequence * KV_GROUPS + g) * 2];
         *s = { t[0].device, t[1].device, t[0].low, t[0].ring, t[1].ring, v->sinks, v->window };
@@ -1358,6 +1376,13 @@ static void put_sequence(struct gpu *c, const struct batch *batch, int row, int 
         }
         if (c->stores[g][1].base) upload_table(c, &t[1], v->raw.pages, pos / KV_BLOCK, last / KV_BLOCK);
     }
+}
+
+/* What a weight of the row's queries counts among the masses: see struct kv_view. */
+static float vote(const struct kv_view *v, int64_t pos)
+{
+    int64_t before = v->prompt - 1 - pos;
+    return !v->mass || pos < v->voters ? 0 : before > 0 ? (float)pow(v->fade, (double)(before / KV_BLOCK)) : 1;
 }
 
 static bool forward(struct backend *b, const struct batch *batch, struct error *e)
@@ -1373,6 +1398,7 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     c->e = &failed;
     c->n_logits = 0;
     c->have = 0;
+    c->mass_rows = (int)batch->views[0][KV_GLOBAL].mass_rows;
     if (!c->tables_open) open_tables(c, batch);
     for (int r = 0, end; r < n && !failed.code; r = end) {
         for (end = r + 1; end < n && batch->rows[end].sequence == batch->rows[r].sequence; end++) alone = false;
@@ -1380,7 +1406,10 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     }
     for (int r = 0, k = 0; r < n; r++) {
         const struct row *row = &batch->rows[r];
-        c->host.rows[r] = { row->token, row->sequence, (int32_t)row->pos };
+        const struct kv_view *views = batch->views[row->sequence];
+        for (int g = 0; g < KV_GROUPS; g++)
+            c->host.rows[g][r] = { row->token, row->sequence, (int32_t)(row->pos - views[g].gone) };
+        if (c->evicts) c->host.votes[r] = vote(&views[KV_GLOBAL], row->pos);
         if (row->want == WANT_LOGITS) c->host.wanted[k++] = r;
         kv_run *run = n_runs ? &c->host.runs[n_runs - 1] : NULL;
         if (run && batch->rows[run->row].sequence == row->sequence && (run->n + 1) * group <= PREFILL_QUERIES &&
@@ -1461,6 +1490,19 @@ static bool pool_copy(struct kv_device *d, void *dst, size_t dst_step, const voi
               check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "the KV cache");
     c->e = NULL;
     return ok;
+}
+
+static void pool_compact(struct kv_device *d, const struct kv_view *v, const struct kv_middle *m, const int32_t *kept)
+{
+    struct gpu *c = of_pool(d);
+    const struct kv_shape *s = v->main.shape;
+    int unit = (int)kv_unit(s);
+    compaction k = { c->stores[KV_GLOBAL][0], s->head_k, s->head_v, v->main.pages, kept, (int)m->begin,
+                     (int)m->keep / unit, unit };
+    compaction_launch l = attention_compact(&k, s->n_layer);
+    c->e = &c->lost;
+    launch(c, l.name, l.kernel, l.grid, l.block, l.shared, k);
+    c->e = NULL;
 }
 
 /* ---- opening ----------------------------------------------------------------------------------------------------- */
@@ -1617,10 +1659,13 @@ static int largest(int a, int b) { return a > b ? a : b; }
 static size_t carve_step(const struct gpu *c, char *base, struct step *s)
 {
     size_t at = 0;
-    s->rows = (kv_row *)(base + plane(&at, sizeof(kv_row) * c->max_rows));
+    for (int g = 0; g < KV_GROUPS; g++)
+        s->rows[g] = g && !c->evicts ? s->rows[0] : (kv_row *)(base + plane(&at, sizeof(kv_row) * c->max_rows));
     s->sequences = (kv_sequence *)(base + plane(&at, sizeof(kv_sequence) * c->max_sequences * KV_GROUPS));
     s->wanted = (int32_t *)(base + plane(&at, sizeof(int32_t) * LOGIT_ROWS));
     s->runs = (kv_run *)(base + plane(&at, sizeof(kv_run) * c->max_rows));
+    s->votes = (float *)(base + plane(&at, c->evicts ? sizeof(float) * c->max_rows : 0));
+    s->mass = (uint64_t **)(base + plane(&at, sizeof(uint64_t *) * c->max_sequences));
     return at;
 }
 
@@ -1641,6 +1686,7 @@ static bool open_buffers(struct gpu *c)
               scratch(c, &c->arrived, (size_t)c->max_sequences * m->n_kv * group_parts) &&
               scratch(c, &c->best_part, (size_t)LOGIT_ROWS * BEST_BLOCKS) && scratch(c, &c->best_arrived, LOGIT_ROWS) &&
               scratch(c, &c->best_ids, LOGIT_ROWS) && scratch(c, &c->full_scale, rows);
+    if (ok && c->evicts) ok = scratch(c, &c->peaks, rows * m->n_head * 2);
     for (int g = 0; g < KV_GROUPS && ok; g++) {
         const struct rope *p = g == KV_LOCAL ? &m->rope_local : &m->rope_global;
         ok = scratch(c, &c->cs[g], rows * half) && scratch(c, &c->sn[g], rows * half) &&
@@ -1702,6 +1748,7 @@ static bool open_parts(struct gpu *c, const struct backend_options *o)
     c->max_rows = o->max_rows;
     c->max_sequences = o->max_sequences;
     c->max_seen = o->max_seen;
+    c->evicts = o->evicts;
     c->dependent = c->device.major >= 9;
     c->shared_limit = (int)c->device.sharedMemPerBlockOptin;
     c->resident = 2 * c->device.multiProcessorCount;
@@ -1729,7 +1776,7 @@ extern "C" bool cuda_open(struct backend **out, const struct model *m, const str
     if (!c) return false;
     c->m = m;
     c->e = e;
-    c->pool = { pool_open, pool_close, pool_copy };
+    c->pool = { pool_open, pool_close, pool_copy, pool_compact };
     if (!open_parts(c, o)) return cuda_close(&c->base), false;
     c->e = NULL;
     *out = &c->base;

@@ -30,7 +30,11 @@ struct engine {
     int n_blocks;
     struct kv_memory memory;           /* of the pools */
     struct sequence *sequences;        /* all that are open */
-    uint64_t *scratch;                 /* [2 * mass_rows] of eviction */
+    /* of eviction */
+    uint64_t *scratch;                 /* [2 * mass_rows] */
+    int32_t *kept;                     /* kv_choose's */
+    uint64_t *mass;                    /* a sequence's masses where they lie on a device; NULL = they do not */
+    int32_t *moves;                    /* there: kept, then a page table; NULL = nothing does */
     uint64_t forwards;                 /* forward passes so far: tells whether a sequence's logits are still there */
 };
 
@@ -177,11 +181,13 @@ bool engine_estimate(const struct model *m, const struct engine_options *o, stru
 }
 
 static int64_t mass_rows(const struct engine *g) { return (g->ctx + KV_BLOCK - 1) / KV_BLOCK * KV_BLOCK; }
-static size_t mass_bytes(const struct engine *g)
+/* Layers times heads that evict, each for itself. */
+static size_t mass_lines(const struct engine *g)
 {
-    const struct kv_shape *s = &g->main[KV_GLOBAL].shape;
-    return g->o.evict ? (size_t)s->n_layer * s->n_kv * mass_rows(g) * sizeof(uint64_t) : 0;
+    return g->o.evict ? (size_t)g->main[KV_GLOBAL].shape.n_layer * g->main[KV_GLOBAL].shape.n_kv : 0;
 }
+static size_t mass_bytes(const struct engine *g) { return mass_lines(g) * mass_rows(g) * sizeof(uint64_t); }
+static size_t most_kept(const struct engine *g) { return mass_lines(g) * g->o.budget; }
 
 static _Thread_local void (*progress_of_load)(const char *, double);
 static void load_progress(double done) { progress_of_load("loading", done); }
@@ -194,13 +200,25 @@ static bool open_backend(struct engine *g, const struct backend_options *o, stru
         return fail(e, GEN_USAGE, "--tensor-parallel divides a model over processors only: use --backend cpu");
     if (g->o.backend == BACKEND_CUDA && g->o.kv_offload)
         return fail(e, GEN_USAGE, "--kv-offload moves pages of the CPU backend only: use --backend cpu");
-    if (g->o.backend == BACKEND_CUDA && g->o.evict)
-        return fail(e, GEN_USAGE, "--evict is there on the CPU backend only: use --backend cpu");
-    bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !g->o.kv_offload && !g->o.evict;
+    bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !g->o.kv_offload;
     if (can && cuda_open(&g->b, g->m, o, &why)) return true;
     if (can) memcpy(g->note, why.text, sizeof g->note);
     if (g->o.backend == BACKEND_CUDA) return *e = why, false;
     return cpu_open(&g->b, g->m, o, e);
+}
+
+/* What eviction needs beside each sequence's masses. */
+static bool open_eviction(struct engine *g, struct error *e)
+{
+    struct kv_device *d = g->memory.device;
+    if (!mass_lines(g)) return true;
+    g->scratch = reserve_bytes(2 * mass_rows(g) * sizeof *g->scratch, "eviction: lower --ctx-size", e);
+    g->kept = reserve_bytes(most_kept(g) * sizeof *g->kept, "eviction: lower --kv-budget", e);
+    if (!g->scratch || !g->kept) return false;
+    if (!d) return true;
+    size_t bytes = (most_kept(g) + mass_rows(g) / KV_BLOCK) * sizeof *g->moves;
+    g->mass = reserve_bytes(mass_bytes(g), "attention's mass: lower --ctx-size", e);
+    return g->mass && (g->moves = (int32_t *)d->open(d, bytes, e));
 }
 
 static bool open_part(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e)
@@ -226,10 +244,8 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
     g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
     g->step = alloc_zeroed(o->max_sequences, sizeof *g->step, "the batch's parts", e);
     if (!g->rows || !g->views || !g->step) goto bad;
-    if (o->evict) g->scratch = reserve_bytes(2 * mass_rows(g) * sizeof *g->scratch, "eviction: lower --ctx-size", e);
-    if (o->evict && !g->scratch) goto bad;
     progress_of_load = o->progress;
-    struct backend_options bo = { o->threads, g->max_rows, o->max_sequences, p.seen,
+    struct backend_options bo = { o->threads, g->max_rows, o->max_sequences, p.seen, o->evict,
                                   o->progress ? load_progress : NULL, o->comm };
     if (!open_backend(g, &bo, e)) goto bad;
     g->memory.device = g->b->device;
@@ -237,6 +253,7 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
         if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i], &g->memory, e) ||
             !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], &g->memory, e))
             goto bad;
+    if (!open_eviction(g, e)) goto bad;
     for (int i = 0; i < KV_GROUPS; i++) {
         if (m->by_token) kv_pool_sparse(&g->main[i]);
         /* without a budget, finished sequences keep as much as one may hold, so that memory does not grow with their
@@ -284,12 +301,15 @@ bool engine_serve(struct engine *g, struct error *e)
 void engine_close(struct engine *g)
 {
     if (!g) return;
+    release_bytes(g->scratch, 2 * mass_rows(g) * sizeof *g->scratch);
+    release_bytes(g->kept, most_kept(g) * sizeof *g->kept);
+    release_bytes(g->mass, mass_bytes(g));
+    if (g->moves) g->memory.device->close(g->memory.device, (unsigned char *)g->moves);
     for (int i = 0; i < KV_GROUPS; i++) {
         kv_pool_close(&g->main[i]);
         kv_pool_close(&g->raw[i]);
     }
     if (g->b) g->b->close(g->b);
-    release_bytes(g->scratch, 2 * mass_rows(g) * sizeof *g->scratch);
     free(g->rows);
     free(g->views);
     free(g->step);
@@ -350,6 +370,36 @@ struct kv_usage engine_kv_usage(const struct engine *g)
 
 /* ---- sequences --------------------------------------------------------------------------------------------------- */
 
+/* A sequence's masses, all zero: where its keys lie. */
+static uint64_t *open_mass(const struct engine *g, struct error *e)
+{
+    struct kv_device *d = g->memory.device;
+    return d ? (uint64_t *)d->open(d, mass_bytes(g), e)
+             : reserve_bytes(mass_bytes(g), "attention's mass: lower --ctx-size", e);
+}
+
+static void close_mass(const struct engine *g, uint64_t *mass)
+{
+    struct kv_device *d = g->memory.device;
+    if (d && mass) d->close(d, (unsigned char *)mass);
+    if (!d) release_bytes(mass, mass_bytes(g));
+}
+
+/* Brings the masses of the sequence's rows from the device, or back. Returns where they can be read and changed. */
+static uint64_t *get_mass(const struct sequence *s)
+{
+    struct kv_device *d = s->g->memory.device;
+    size_t step = mass_rows(s->g) * sizeof *s->mass, bytes = rows_of(s, KV_GLOBAL) * sizeof *s->mass;
+    if (d && bytes) d->copy(d, s->g->mass, step, s->mass, step, bytes, (int)mass_lines(s->g));
+    return d ? s->g->mass : s->mass;
+}
+static void put_mass(const struct sequence *s)
+{
+    struct kv_device *d = s->g->memory.device;
+    size_t step = mass_rows(s->g) * sizeof *s->mass, bytes = rows_of(s, KV_GLOBAL) * sizeof *s->mass;
+    if (d && bytes) d->copy(d, s->mass, step, s->g->mass, step, bytes, (int)mass_lines(s->g));
+}
+
 bool sequence_open(struct sequence **out, struct engine *g, struct error *e)
 {
     struct sequence *s = alloc_zeroed(1, sizeof *s, "a sequence", e);
@@ -360,9 +410,9 @@ bool sequence_open(struct sequence **out, struct engine *g, struct error *e)
     s->next = g->sequences;
     if (s->next) s->next->before = s;
     g->sequences = s;
-    if (g->o.evict) s->mass = reserve_bytes(mass_bytes(g), "attention's mass: lower --ctx-size", e);
+    if (mass_lines(g)) s->mass = open_mass(g, e);
     s->evict_at = INT64_MAX;
-    bool ok = s->tokens && s->keys && (s->mass || !g->o.evict);
+    bool ok = s->tokens && s->keys && (s->mass || !mass_lines(g));
     for (int i = 0; i < KV_GROUPS && ok; i++)
         ok = kv_table_open(&s->main[i], &g->main[i], g->ctx, e) && kv_table_open(&s->raw[i], &g->raw[i], g->ctx, e);
     if (!ok) return sequence_close(s), false;
@@ -379,7 +429,7 @@ void sequence_close(struct sequence *s)
     }
     *(s->before ? &s->before->next : &s->g->sequences) = s->next;
     if (s->next) s->next->before = s->before;
-    release_bytes(s->mass, mass_bytes(s->g));
+    close_mass(s->g, s->mass);
     release_bytes(s->tokens, s->g->ctx * sizeof *s->tokens);
     release_bytes(s->keys, s->g->ctx / KV_BLOCK * sizeof *s->keys);
     free(s);
@@ -444,9 +494,10 @@ static int64_t resumable(const struct sequence *s, int64_t n)
 /* Nothing is left of the sequence; what its tokens looked at is forgotten. */
 static void forget_mass(struct sequence *s)
 {
-    const struct kv_shape *shape = &s->g->main[KV_GLOBAL].shape;
-    for (int64_t i = 0; i < (int64_t)shape->n_layer * shape->n_kv; i++)
-        memset(s->mass + i * mass_rows(s->g), 0, rows_of(s, KV_GLOBAL) * sizeof *s->mass);
+    uint64_t *mass = s->g->mass ? s->g->mass : s->mass;
+    for (size_t i = 0; i < mass_lines(s->g); i++)
+        memset(mass + i * mass_rows(s->g), 0, rows_of(s, KV_GLOBAL) * sizeof *mass);
+    put_mass(s);
     s->gone = 0;
     s->evict_at = INT64_MAX;
 }
@@ -823,6 +874,20 @@ void sequence_prompt_ends(struct sequence *s, int64_t n)
 
 int64_t sequence_most(const struct sequence *s) { return s->mass ? s->evict_at - s->n : INT64_MAX; }
 
+/* kv_compact, where the pages are. `v` is changed. */
+static void compact(struct engine *g, struct kv_view *v, const struct kv_middle *m, int64_t rows)
+{
+    struct kv_device *d = g->memory.device;
+    size_t kept = mass_lines(g) * (m->keep / kv_unit(v->main.shape)), pages = (rows + KV_BLOCK - 1) / KV_BLOCK;
+    if (!d) return kv_compact(v, m, g->kept);
+    int32_t *table = g->moves + kept;
+    if (!kept || !d->copy(d, g->moves, 0, g->kept, 0, kept * sizeof *g->kept, 1) ||
+        !d->copy(d, table, 0, v->main.pages, 0, pages * sizeof *table, 1))
+        return;
+    v->main.pages = table;
+    d->compact(d, v, m, g->moves);
+}
+
 /* The sequence is at its prompt's end, or EVICT_EVERY tokens further: it shrinks to the budget. */
 static void evict(struct sequence *s)
 {
@@ -834,7 +899,10 @@ static void evict(struct sequence *s)
     s->evict_at = s->n + EVICT_EVERY;
     s->voters = 0;
     view(s, views);
-    kv_compact(&views[KV_GLOBAL], &m, rows, g->scratch);
+    views[KV_GLOBAL].mass = get_mass(s);
+    kv_choose(&views[KV_GLOBAL], &m, rows, g->scratch, g->kept);
+    put_mass(s);
+    compact(g, &views[KV_GLOBAL], &m, rows);
     kv_table_remove(&s->main[KV_GLOBAL], &g->main[KV_GLOBAL], m.begin + m.keep, m.end);
     kv_table_remove(&s->raw[KV_GLOBAL], &g->raw[KV_GLOBAL], m.begin + m.keep, m.end);
     s->gone += more;

@@ -186,10 +186,14 @@ enum kv_evict { EVICT_OFF, EVICT_ATTENTION, EVICT_SNAPKV };
 struct kv_middle { int64_t begin, end, keep; };
 /* The middle of a cache of `rows` rows that may keep `budget`. */
 struct kv_middle kv_middle_of(int64_t rows, int64_t budget);
-/* Of the middle of each layer and head keeps the rows with the highest mass near them, at [begin, begin + keep), in
- * their order. Masses move as the rows do, those behind the middle included, and fade: what was looked at long ago
- * counts less. `scratch` has 2 * rows. */
-void kv_compact(const struct kv_view *v, const struct kv_middle *m, int64_t rows, uint64_t *scratch);
+/* Rows that stay or go together: blocks where a type has no rows of its own. */
+int64_t kv_unit(const struct kv_shape *s);
+/* Of the middle of each layer and head chooses the rows with the highest mass near them: the first ones of the units, in
+ * their order, are written to kept[n_layer][n_kv][keep / unit]. Masses move as kv_compact then moves the rows, to
+ * [begin, begin + keep), those behind the middle included, and fade: what was looked at long ago counts less. `scratch`
+ * has 2 * rows. */
+void kv_choose(const struct kv_view *v, const struct kv_middle *m, int64_t rows, uint64_t *scratch, int32_t *kept);
+void kv_compact(const struct kv_view *v, const struct kv_middle *m, const int32_t *kept);
 
 /* ---- the page pool: pages and tables (kvcache.c), the index (kvcache_index.c), tiers (kvcache_tier.c) --------------- */
 
@@ -203,6 +207,9 @@ struct kv_device {
      * the one before. False: it failed, which the next forward pass reports. */
     bool (*copy)(struct kv_device *d, void *dst, size_t dst_step, const void *src, size_t src_step, size_t bytes,
                  int n);
+    /* kv_compact; `kept` and the page table in `v`, whose pages are of one block, lie on the device. Failures as those
+     * of copy. */
+    void (*compact)(struct kv_device *d, const struct kv_view *v, const struct kv_middle *m, const int32_t *kept);
 };
 
 enum { KV_KEY = 32 };                  /* bytes of a block's key */

@@ -59,12 +59,11 @@ static void move_row(unsigned char *dst, int to, const unsigned char *src, int f
         else memcpy(dst + (d * KV_BLOCK + to) * size, src + (d * KV_BLOCK + from) * size, size);
 }
 
-/* Closes the holes in one head's middle. `score` holds the rows' masses in the unit that is kept or goes: rows, or
- * blocks where a type has no rows of its own. `scratch` takes as many numbers. */
-static void compact_head(const struct kv_view *v, int layer, int head, const struct kv_middle *m, int64_t unit,
-                         const uint64_t *score, uint64_t *scratch, uint64_t *mass)
+/* Chooses what stays of one head's middle; its masses move together. `score` holds those of the units; `scratch` takes as
+ * many numbers. */
+static void choose(const struct kv_middle *m, int64_t unit, const uint64_t *score, uint64_t *scratch, uint64_t *mass,
+                   int32_t *kept)
 {
-    const struct kv_shape *shape = v->main.shape;
     int64_t n = (m->end - m->begin) / unit, keep = m->keep / unit, above = 0, to = m->begin;
     memcpy(scratch, score, n * sizeof *scratch);
     uint64_t least = keep ? select_largest(scratch, n, keep) : UINT64_MAX;
@@ -74,18 +73,8 @@ static void compact_head(const struct kv_view *v, int layer, int head, const str
     for (int64_t i = 0; i < n; i++) {
         if (!(score[i] > least || (score[i] == least && i >= ties && keep))) continue;
         int64_t from = m->begin + i * unit;
-        if (from != to) {
-            unsigned char *k = kv_k_tile(&v->main, layer, head, from), *k2 = kv_k_tile(&v->main, layer, head, to);
-            unsigned char *u = kv_v_tile(&v->main, layer, head, from), *u2 = kv_v_tile(&v->main, layer, head, to);
-            if (unit == KV_BLOCK) {
-                memcpy(k2, k, kv_k_tile_bytes(shape));
-                memcpy(u2, u, kv_v_tile_bytes(shape));
-            } else {
-                move_row(k2, (int)(to % KV_BLOCK), k, (int)(from % KV_BLOCK), shape->type_k, shape->head_k, true);
-                move_row(u2, (int)(to % KV_BLOCK), u, (int)(from % KV_BLOCK), shape->type_v, shape->head_v, false);
-            }
-            memcpy(mass + to, mass + from, unit * sizeof *mass);
-        }
+        if (from != to) memcpy(mass + to, mass + from, unit * sizeof *mass);
+        *kept++ = (int32_t)from;
         to += unit;
     }
 }
@@ -101,20 +90,40 @@ static uint64_t score_of(const uint64_t *mass, const struct kv_middle *m, int64_
     return most;
 }
 
-void kv_compact(const struct kv_view *v, const struct kv_middle *m, int64_t rows, uint64_t *scratch)
+int64_t kv_unit(const struct kv_shape *s) { return s->type_k == KV_INT4 || s->type_v == KV_INT4 ? KV_BLOCK : 1; }
+
+void kv_choose(const struct kv_view *v, const struct kv_middle *m, int64_t rows, uint64_t *scratch, int32_t *kept)
 {
     const struct kv_shape *shape = v->main.shape;
-    bool blocks = shape->type_k == KV_INT4 || shape->type_v == KV_INT4;
-    int64_t n = m->end - m->begin, unit = blocks ? KV_BLOCK : 1;
-    uint64_t *score = scratch;
+    int64_t n = m->end - m->begin, unit = kv_unit(shape);
+    uint64_t *score = scratch, *mass = v->mass;
+    for (int i = 0; i < shape->n_layer * shape->n_kv; i++, mass += v->mass_rows, kept += m->keep / unit) {
+        for (int64_t k = 0; k < n / unit; k++) score[k] = 0;
+        for (int64_t k = 0; k < n; k++) score[k / unit] += score_of(mass, m, m->begin + k);
+        choose(m, unit, score, scratch + n, mass, kept);
+        for (int64_t k = 0; k < rows; k++) mass[k] = (uint64_t)((double)mass[k] * v->fade);
+        memmove(mass + m->begin + m->keep, mass + m->end, (rows - m->end) * sizeof *mass);
+        memset(mass + m->begin + m->keep + rows - m->end, 0, (n - m->keep) * sizeof *mass);
+    }
+}
+
+void kv_compact(const struct kv_view *v, const struct kv_middle *m, const int32_t *kept)
+{
+    const struct kv_shape *shape = v->main.shape;
+    int64_t unit = kv_unit(shape);
     for (int layer = 0; layer < shape->n_layer; layer++)
-        for (int head = 0; head < shape->n_kv; head++) {
-            uint64_t *mass = v->mass + ((size_t)layer * shape->n_kv + head) * v->mass_rows;
-            for (int64_t i = 0; i < n / unit; i++) score[i] = 0;
-            for (int64_t i = 0; i < n; i++) score[i / unit] += score_of(mass, m, m->begin + i);
-            compact_head(v, layer, head, m, unit, score, scratch + n, mass);
-            for (int64_t i = 0; i < rows; i++) mass[i] = (uint64_t)((double)mass[i] * v->fade);
-            memmove(mass + m->begin + m->keep, mass + m->end, (rows - m->end) * sizeof *mass);
-            memset(mass + m->begin + m->keep + rows - m->end, 0, (n - m->keep) * sizeof *mass);
-        }
+        for (int head = 0; head < shape->n_kv; head++)
+            for (int64_t to = m->begin; to < m->begin + m->keep; to += unit) {
+                int64_t from = *kept++;
+                if (from == to) continue;
+                unsigned char *k = kv_k_tile(&v->main, layer, head, from), *k2 = kv_k_tile(&v->main, layer, head, to);
+                unsigned char *u = kv_v_tile(&v->main, layer, head, from), *u2 = kv_v_tile(&v->main, layer, head, to);
+                if (unit == KV_BLOCK) {
+                    memcpy(k2, k, kv_k_tile_bytes(shape));
+                    memcpy(u2, u, kv_v_tile_bytes(shape));
+                } else {
+                    move_row(k2, (int)(to % KV_BLOCK), k, (int)(from % KV_BLOCK), shape->type_k, shape->head_k, true);
+                    move_row(u2, (int)(to % KV_BLOCK), u, (int)(from % KV_BLOCK), shape->type_v, shape->head_v, false);
+                }
+            }
 }

@@ -1,13 +1,14 @@
 /* cuda_tool MODEL [WORD=VALUE]... - the same steps on the CPU and on the CUDA backend: a prompt, single tokens, a few
  * tokens at once, a cut, two sequences together. Prints the largest difference of log-probabilities of each kind of
- * step and a hash of all logits that CUDA gave, as JSON.
+ * step and a hash of all logits that CUDA gave, as JSON; with eviction also how many units (rows or blocks) of all layers and heads
+ * CUDA kept, and how many of these the CPU kept, too. It is linked with --wrap=kv_choose, to see them.
  *
  *   k, v      types of the cache (f16)               layout   paged or contiguous (paged)    page   its tokens (32)
  *   prompt    tokens of the prompt (70)              steps    single tokens (4)              seed   of the tokens (1)
  *   chunk     tokens of a prefill chunk (512)        window, sinks                           cpu    0: without the CPU
  *   oracle    the model that the CPU computes (MODEL itself): its weights in float, say
  *   hand      1: CUDA's sequences start with the blocks of the CPU's cache, so that codes are the same
- *   ctx       largest context (1024)
+ *   ctx       largest context (1024)                 evict    off, attention or snapkv   budget   its tokens
  *   depth     CUDA alone, a cache of so many tokens that holds zeros, then only `steps` single tokens: to count */
 #include <math.h>
 #include <stdio.h>
@@ -29,6 +30,52 @@ static struct run runs[BACKENDS];
 static int first = CPU;                /* CUDA where only that is run */
 static double worst[KINDS];
 static uint64_t hash = 14695981039346656037u;
+
+/* ---- what eviction keeps: the CPU's choices wait for CUDA's --------------------------------------------------------- */
+
+struct choice { struct choice *next; int32_t kept[]; };
+static struct choice *choices, **last_choice = &choices;
+static int64_t kept_units, kept_alike;
+
+static void choose_on_cpu(const int32_t *kept, int64_t n)
+{
+    struct choice *c = malloc(sizeof *c + n * sizeof *kept);
+    memcpy(c->kept, kept, n * sizeof *kept);
+    c->next = NULL;
+    *last_choice = c;
+    last_choice = &c->next;
+}
+
+/* Counts units that are in both lists of a head, which rise. */
+static void choose_on_cuda(const int32_t *kept, int64_t lines, int64_t n)
+{
+    struct choice *c = choices;
+    kept_units += lines * n;
+    if (!c) return;
+    for (int64_t line = 0; line < lines; line++) {
+        const int32_t *a = kept + line * n, *b = c->kept + line * n;
+        for (int64_t i = 0, k = 0; i < n && k < n; )
+            if (a[i] == b[k]) kept_alike++, i++, k++;
+            else if (a[i] < b[k]) i++;
+            else k++;
+    }
+    if (!(choices = c->next)) last_choice = &choices;
+    free(c);
+}
+
+void __real_kv_choose(const struct kv_view *v, const struct kv_middle *m, int64_t rows, uint64_t *scratch, int32_t *kept);
+void __wrap_kv_choose(const struct kv_view *v, const struct kv_middle *m, int64_t rows, uint64_t *scratch, int32_t *kept)
+{
+    const struct kv_shape *s = v->main.shape;
+    int64_t lines = s->n_layer * s->n_kv, n = m->keep / kv_unit(s);
+    __real_kv_choose(v, m, rows, scratch, kept);
+    static const unsigned char *cpu;   /* where its pages lie: the CPU comes first */
+    if (!cpu) cpu = v->main.base;
+    if (v->main.base == cpu && first == CPU) choose_on_cpu(kept, lines * n);
+    else choose_on_cuda(kept, lines, n);
+}
+
+/* ---- steps ---------------------------------------------------------------------------------------------------------- */
 
 static void must(bool ok, const struct error *e)
 {
@@ -182,6 +229,9 @@ int main(int argc, char **argv)
         else if (!strcmp(argv[i], "chunk")) o.batch = atoi(value);
         else if (!strcmp(argv[i], "ctx")) o.ctx = atoi(value);
         else if (!strcmp(argv[i], "depth")) depth = atoi(value), first = depth ? CUDA : first;
+        else if (!strcmp(argv[i], "evict"))
+            o.evict = !strcmp(value, "attention") ? EVICT_ATTENTION : !strcmp(value, "snapkv") ? EVICT_SNAPKV : EVICT_OFF;
+        else if (!strcmp(argv[i], "budget")) o.budget = atoi(value);
         else if (!strcmp(argv[i], "window")) o.window = atoi(value);
         else if (!strcmp(argv[i], "sinks")) o.sinks = atoi(value);
         else if (!strcmp(argv[i], "cpu")) first = atoi(value) ? CPU : CUDA;
@@ -205,7 +255,7 @@ int main(int argc, char **argv)
     else prefill(a, prompt, hand);
     for (int i = 0; i < steps; i++) step(DECODE, false);
     if (!depth) {
-        extend();
+        if (!o.evict) extend();        /* which takes tokens back */
         step(DECODE, false);
         prefill(b, (prompt + 1) / 2, hand);
         for (int i = 0; i < 2; i++) step(TOGETHER, true);
@@ -213,6 +263,7 @@ int main(int argc, char **argv)
     }
     printf("{");
     for (int i = 0; i < KINDS; i++) printf("\"%s\": %.3g, ", kind_names[i], isfinite(worst[i]) ? worst[i] : 1e30);
+    if (o.evict) printf("\"kept\": %lld, \"alike\": %lld, ", (long long)kept_units, (long long)kept_alike);
     printf("\"hash\": \"%016llx\"}\n", (unsigned long long)hash);
     for (int i = first; i < BACKENDS; i++) {
         sequence_close(runs[i].a);

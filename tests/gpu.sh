@@ -53,7 +53,7 @@ else
     wait
     LIBS="-L$CUDA_HOME/lib64 -Xlinker -rpath -Xlinker $CUDA_HOME/lib64 -lcudart_static -lstdc++ -lm -ldl -lrt -pthread"
 fi
-gcc -o $B/cuda_tool $B/cuda_tool.o $B/attention.cu.o $B/cuda.cu.o $OBJECTS $LIBS
+gcc -Wl,--wrap=kv_choose -o $B/cuda_tool $B/cuda_tool.o $B/attention.cu.o $B/cuda.cu.o $OBJECTS $LIBS
 gcc -o $B/gpu_time $B/gpu_time.cu.o $B/attention.cu.o $B/cuda.cu.o $OBJECTS $LIBS
 
 EMULATED=$EMULATED B=$B CUDA_HOME=$CUDA_HOME python3 tests/gpu.py

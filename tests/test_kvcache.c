@@ -337,12 +337,13 @@ static size_t row_bytes(const struct kv_view *v, int layer, int head, int64_t ro
     return n;
 }
 
-/* Rows of random bytes and masses, of which many are equal: what kv_compact leaves is what a plain choice says. */
+/* Rows of random bytes and masses, of which many are equal: what kv_choose and kv_compact leave is as a plain choice says. */
 static void check_compact(enum kv_type type_k, enum kv_type type_v, int head_k, int64_t rows, int64_t budget)
 {
     enum { ROWS = 1024, BYTES = 1024 };
     static unsigned char before[2][3][ROWS][BYTES];
     static uint64_t mass[2 * 3 * ROWS], old[2 * 3 * ROWS], scratch[2 * ROWS];
+    static int32_t chosen[2 * 3 * ROWS];
     struct kv_shape s = { 2, 3, head_k, 20, type_k, type_v, KV_BLOCK };
     int32_t pages[ROWS / KV_BLOCK];
     int n_pages = (int)((rows + KV_BLOCK - 1) / KV_BLOCK);
@@ -358,7 +359,8 @@ static void check_compact(enum kv_type type_k, enum kv_type type_v, int head_k, 
     for (int layer = 0; layer < 2; layer++)
         for (int head = 0; head < 3; head++)
             for (int64_t i = 0; i < rows; i++) row_bytes(&v, layer, head, i, before[layer][head][i]);
-    kv_compact(&v, &m, rows, scratch);
+    kv_choose(&v, &m, rows, scratch, chosen);
+    kv_compact(&v, &m, chosen);
     for (int layer = 0; layer < 2; layer++)
         for (int head = 0; head < 3; head++) {
             const uint64_t *was = old + (layer * 3 + head) * ROWS, *is = mass + (layer * 3 + head) * ROWS;
