@@ -491,16 +491,21 @@ static int64_t alike(const struct task *t, const struct task *other)
     return i;
 }
 
+/* May tasks have pages in common? */
+static bool shares(const struct scheduler *b)
+{
+    return !b->o.context->options->no_share && !b->o.context->options->evict;
+}
+
 /* Gives a task its sequence with all that is known of its text: pages that the engine finds, or a fork of the sequence
  * that has the longest beginning in common. While that one is still to compute much of it, the task waits. */
 static bool join(struct scheduler *b, struct task *t, struct error *e)
 {
     struct sequence *fork;
     struct task *best = NULL;
-    bool shares = !b->o.context->options->no_share && !b->o.context->options->evict;
     if (!t->sequence && !sequence_open(&t->sequence, b->o.engine, e)) return false;
     int64_t most = sequence_reuse(t->sequence, t->tokens.data, (int64_t)t->tokens.len), reused = most;
-    for (int i = 0; i < b->n_slots && shares; i++) {
+    for (int i = 0; i < b->n_slots && shares(b); i++) {
         int64_t n = b->slots[i]->joined ? alike(t, b->slots[i]) : 0;
         if (n > most) best = b->slots[i], most = n;
     }
@@ -560,12 +565,12 @@ static size_t promised(const struct scheduler *b)
 static bool fits(const struct scheduler *b, const struct task *t)
 {
     int64_t shared = 0;
-    for (int i = 0; i < b->n_slots && !b->o.context->options->no_share; i++) {
+    for (int i = 0; i < b->n_slots && shares(b); i++) {
         int64_t n = alike(t, b->slots[i]);
         if (n > shared) shared = n;
     }
     size_t bytes = engine_bytes_for(b->o.engine, (int64_t)t->tokens.len) - engine_bytes_for(b->o.engine, shared);
-    return !b->n_slots || promised(b) + bytes <= engine_room(b->o.engine).fast;
+    return !b->n_slots || promised(b) + bytes <= engine_room(b->o.engine);
 }
 
 /* Takes waiting tasks into the free slots, in the order of their lines. */
@@ -672,7 +677,7 @@ static bool has_room(const struct scheduler *b)
     size_t bytes = 0;
     for (int i = 0; i < b->n_work; i++)
         bytes += sequence_bytes_to(b->work[i].s, sequence_length(b->work[i].s) + b->work[i].n);
-    return bytes <= engine_room(b->o.engine).fast;
+    return bytes <= engine_room(b->o.engine);
 }
 
 static bool step(struct scheduler *b, struct error *e)

@@ -138,7 +138,7 @@ static void carve_all(struct cpu *c, struct carver *v)
     c->gate = carve(v, rows * m->n_ff, sizeof(float));
     c->up = carve(v, rows * m->n_ff, sizeof(float));
     c->logits = carve(v, (size_t)LOGIT_ROWS * m->n_vocab, sizeof(float));
-size_t ranks = comm_size(c->comm), states = m->by_token ? rows * m->n_head * (m->head_v + 2) : 0;
+    size_t ranks = comm_size(c->comm), states = m->by_token ? rows * m->n_head * (m->head_v + 2) : 0;
     size_t gathered = ranks == 1 ? 0 : m->n_vocab / ranks + 1 > states ? m->n_vocab / ranks + 1 : states;
     c->states = carve(v, states, sizeof(float));
     c->gathered = carve(v, ranks * gathered, sizeof(float));
@@ -1003,7 +1003,7 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     /* single rows are computed in parts, as long as they are few */
     while (c->n_single < c->n_tiles && c->tiles[c->n_single].n == 1) c->n_single++;
     if ((size_t)c->n_single > c->split_tokens || c->m->by_token) c->n_single = 0;
-    for (int g = 0; g < KV_GROUPS; g++) plan_parts(c, g);
+    for (int k = 0; k < KV_GROUPS; k++) plan_parts(c, k);
     for (int r = 0; r < n; r++)
         if (batch->rows[r].want == WANT_LOGITS) c->wanted[c->n_wanted++] = r;
     c->ffn.n = n;

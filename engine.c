@@ -77,7 +77,8 @@ enum { EVICT_EVERY = KV_BLOCK, VOTERS = KV_BLOCK };
 #define FADE_ATTENTION 0.875
 #define FADE_SNAPKV 0.5
 
-/* Tokens of a sequence with --window: its memory does not grow with them but for 4 bytes each and 4 bytes a page. */
+/* Tokens of a sequence with --window: its memory does not grow with them but for 4 bytes each, 4 bytes a page and 32
+ * bytes a block. */
 #define MOST_TOKENS ((int64_t)1 << 27)
 
 /* Bytes of all pages of the plan; false when they cannot be counted. */
@@ -273,8 +274,9 @@ bool engine_open(struct engine **out, const struct model *m, const struct engine
     if (comm_size(o->comm) == 1) return open_part(out, m, o, e);
     struct engine_options told = *o;   /* what is told of a function's address is never used */
     if (comm_rank(o->comm) == 0) ranks_tell(o->comm, &told, sizeof told);
-    bool ok = comm_agree(o->comm, open_part(out, m, o, e), e);
-    ok = ok && (comm_rank(o->comm) || ranks_lead(&(*out)->b, o->comm, (*out)->main, (*out)->raw, e));
+    bool ok = open_part(out, m, o, e)
+           && (comm_rank(o->comm) || ranks_lead(&(*out)->b, o->comm, (*out)->main, (*out)->raw, e));
+    ok = comm_agree(o->comm, ok, e);
     if (!ok) engine_close(*out), *out = NULL;
     return ok;
 }
@@ -288,6 +290,7 @@ bool engine_wait(struct comm *comm, struct engine_options *o)
         memcpy(o, told.data, sizeof *o);
         o->comm = comm;
         o->progress = NULL;
+        o->kv_offload = NULL;
     }
     bytes_free(&told);
     return more;
@@ -353,7 +356,6 @@ struct kv_usage engine_kv_usage(const struct engine *g)
         int used = p->n_fast - fast->n_free - fast->n_idle + in_file;
         u.bytes_used += used * bytes;
         u.bytes_slow += in_file * bytes;
-        u.bytes_idle += (fast->n_idle + slow->n_idle) * bytes;
         u.bytes_reserved += p->n_fast * bytes;
         u.pages += used;
     }
@@ -1002,23 +1004,20 @@ size_t sequence_bytes_to(const struct sequence *s, int64_t n)
     return wants > has ? wants - has : 0;
 }
 
-struct kv_room engine_room(const struct engine *g)
+size_t engine_room(const struct engine *g)
 {
-    struct kv_room room = { 0, 0 };
-    size_t idle = 0;
+    size_t room = 0, idle = 0;
     for (int i = 0; i < g->memory.n_pools; i++) {
         const struct kv_pool *p = g->memory.pools[i];
         size_t bytes = kv_page_bytes(&p->shape);
-        room.fast += p->tier[KV_FAST].n_free * bytes;
-        room.slow += (p->tier[KV_SLOW].n_free + p->tier[KV_SLOW].n_idle) * bytes;
+        room += p->tier[KV_FAST].n_free * bytes;
         idle += p->tier[KV_FAST].n_idle * bytes;
         for (const struct kv_table *t = p->tables; t && p->file >= 0; t = t->next)
             for (int k = 0; t->parked && k < t->n; k++)
                 if (t->pages[k] >= 0 && t->pages[k] < p->n_fast && p->pages[t->pages[k]].refs == 1) idle += bytes;
     }
-    if (room.fast > g->memory.limit - g->memory.used) room.fast = g->memory.limit - g->memory.used;
-    room.fast += idle;
-    return room;
+    if (room > g->memory.limit - g->memory.used) room = g->memory.limit - g->memory.used;
+    return room + idle;
 }
 
 /* Computes tokens[s->n..n) in chunks; `first`..n-1 want logits, handed to `each` where there is one. */

@@ -55,7 +55,6 @@ struct kv_usage {
     size_t bytes_reserved;             /* of pages that may lie in memory at once */
     size_t bytes_per_token;
     int pages;                         /* owned */
-    size_t bytes_idle;                 /* of pages that are kept for whoever has the same text next */
     size_t bytes_unfilled;             /* of bytes_used: places at the sequences' ends that hold no token yet */
     size_t bytes_slow;                 /* of bytes_used: in the file of kv_offload */
     uint64_t bytes_out, bytes_in;      /* moved to that file and back, so far */
@@ -130,11 +129,10 @@ const int32_t *sequence_tokens(const struct sequence *s);
 
 /* ---- room: for a scheduler ---------------------------------------------------------------------------------------- */
 
-/* Bytes of pages that a sequence of n tokens needs when it shares none; and those that can be had without taking any from
- * a sequence that is not parked: in memory, and in the file of kv_offload (as far as it grows). */
+/* Bytes of pages that a sequence of n tokens needs when it shares none; and those in memory that can be had without
+ * taking any from a sequence that is not parked. */
 size_t engine_bytes_for(const struct engine *g, int64_t n);
-struct kv_room { size_t fast, slow; };
-struct kv_room engine_room(const struct engine *g);
+size_t engine_room(const struct engine *g);
 /* Bytes that the sequence would need beyond what it has, to hold n tokens. */
 size_t sequence_bytes_to(const struct sequence *s, int64_t n);
 /* The sequence is not used for now: its pages are the first to leave memory. A forward pass with it ends this, and brings

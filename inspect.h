@@ -22,7 +22,7 @@ bool inspect_run(struct bytes *out, const struct model *m, const struct engine_o
 bool inspect_tensors(struct bytes *out, const struct gguf *g, void (*progress)(const char *what, double done),
                      struct error *e);
 
-/* Bytes that the cache may take: `budget` where there is one, else three quarters of what is available, less the
+/* Bytes that the cache may take: `budget` where there is one, else two thirds of what is available, less the
  * weights. */
 uint64_t cache_room(const struct model *m, int64_t budget, uint64_t available);
 /* The largest context, at most `most` tokens, whose cache fits into `room` bytes; a multiple of KV_BLOCK unless it is

@@ -128,14 +128,6 @@ static bool not_own(const struct kv_table *t, const struct kv_pool *p, int64_t p
     return i < t->n && (t->pages[i] < 0 || p->pages[t->pages[i]].refs > 1);
 }
 
-/* Only the first page of a range can be so: those after it are new. */
-int kv_table_needs(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to)
-{
-    if (p->n_pages == 0 || to <= from) return 0;
-    int more = pages_for(p, to) - t->n;
-    return (more > 0 ? more : 0) + not_own(t, p, from);
-}
-
 /* Copies n pieces between the pool and this process, or within the pool; steps: from a piece to the next. */
 static bool copy_pieces(const struct kv_pool *p, unsigned char *dst, size_t dst_step, const unsigned char *src,
                         size_t src_step, size_t bytes, int n)

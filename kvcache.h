@@ -178,7 +178,7 @@ KV_INLINE struct kv_range kv_window_range(int64_t pos, int sinks, int window)
  * (SnapKV, Li et al. 2024). */
 enum kv_evict { EVICT_OFF, EVICT_ATTENTION, EVICT_SNAPKV };
 
-#define KV_BUDGET_LEAST (5 * KV_BLOCK) /* block 0, one of the middle, three recent ones */
+#define KV_BUDGET_LEAST (5 * KV_BLOCK) /* block 0, two of the middle, two recent ones */
 #define KV_POOL 3                      /* rows that a row lends its mass to, the next ones */
 #define KV_RECENT_PART 2               /* half of the budget is for the recent rows */
 
@@ -285,8 +285,6 @@ bool kv_table_open(struct kv_table *t, struct kv_pool *p, int64_t max_tokens, st
  * has others as owners (its tokens before `from` are copied) or is gone. False when the pool has not enough pages left
  * (no other page is covered then). */
 bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to);
-/* Pages that kv_table_grow would take from the pool. */
-int kv_table_needs(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to);
 /* The empty table `t` gets all pages of `from`, which both own then. */
 void kv_table_share(struct kv_table *t, const struct kv_table *from, struct kv_pool *p);
 /* Gives back the pages past `tokens` tokens, the last first. */

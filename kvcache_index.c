@@ -76,9 +76,10 @@ void kv_index_rename(struct kv_pool *p, int32_t from, int32_t to)
 
 void kv_index_add(struct kv_table *t, struct kv_pool *p, int i, const uint8_t key[KV_KEY], const int32_t *tokens)
 {
-    int32_t own = t->pages[i], same = kv_index_find(p, key, tokens);
+    int32_t own = t->pages[i];
     struct kv_page *x = &p->pages[own];
     if (x->indexed) return;
+    int32_t same = kv_index_find(p, key, tokens);
     if (same >= 0) {
         if (p->pages[same].refs++ == 0) kv_idle_remove(p, same);
         t->pages[i] = same;

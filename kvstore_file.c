@@ -232,9 +232,14 @@ static bool begin(struct file *f)
         size_t n = end - at < sizeof piece ? end - at : sizeof piece;
         ok = read_all(f->fd, piece, n, at) && write_all(fd, piece, n, at);
     }
+    if (!ok) {
+        stop_writing(f, "write");
+        close(fd);                     /* what is there of the old file can still be read */
+        return false;
+    }
     if (f->fd >= 0) close(f->fd);
     f->fd = fd;
-    return ok || stop_writing(f, "write");
+    return true;
 }
 
 static void put_block(struct file *f, const struct kvstore_block *b)

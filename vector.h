@@ -131,10 +131,6 @@ INLINE uint16_t s_to_half(float f) { return f32_to_f16(f); }
 #endif
 
 /* The lanes folded onto each other by an operation, upper half onto lower half: the tree is fixed by the width. */
-#define FOLD(v, sum4, op) \
-    __m128 sum4 = FOLD4(v, op); \
-    sum4 = _mm_##op##_ps(sum4, _mm_movehl_ps(sum4, sum4)); \
-    sum4 = _mm_##op##_ss(sum4, _mm_shuffle_ps(sum4, sum4, 1))
 #if defined __AVX512F__
 #define FOLD8(v, op) _mm256_##op##_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1))
 #elif defined __AVX2__
@@ -145,8 +141,12 @@ INLINE uint16_t s_to_half(float f) { return f32_to_f16(f); }
 #else
 #define FOLD4(v, op) (__m128)v
 #endif
-INLINE float v_sum(vf v) { FOLD(v, sum, add); return _mm_cvtss_f32(sum); }
-INLINE float v_highest(vf v) { FOLD(v, top, max); return _mm_cvtss_f32(top); }  /* any lane, if one is a NaN */
+INLINE float v_sum(vf v)
+{
+    __m128 sum = FOLD4(v, add);
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
+}
 
 /* The same for each of four vectors. */
 #define FOLD_FOUR(v, op) \
