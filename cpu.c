@@ -14,6 +14,7 @@
 #include "backend.h"
 #include "comm.h"
 #include "kernels.h"
+#include "memory.h"
 #include "threads.h"
 
 struct cpu_layer {
@@ -983,10 +984,13 @@ static void stage_piece(void *user, int i, int thread)
     stages[c->stage].piece(c, i, thread);
 }
 
+/* Rows of a sequence that attend to it together. */
+static int rows_per_tile(const struct cpu *c) { return ATTEND_ROWS / group_size(c->m); }
+
 static bool forward(struct backend *b, const struct batch *batch, struct error *e)
 {
     struct cpu *c = (struct cpu *)b;
-    int n = batch->n_rows, wanted = 0, g = group_size(c->m), per_tile = ATTEND_ROWS / g > 0 ? ATTEND_ROWS / g : 1;
+    int n = batch->n_rows, wanted = 0, per_tile = rows_per_tile(c);
     for (int r = 0; r < n; r++) wanted += batch->rows[r].want == WANT_LOGITS;
     if (wanted > LOGIT_ROWS)
         return fail(e, GEN_RUN, "%d rows want logits, but a batch gives at most %d", wanted, LOGIT_ROWS);
@@ -1058,8 +1062,11 @@ static bool open_parts(struct cpu *c, const struct backend_options *o, struct er
     c->comm = o->comm;
     c->split_tokens = o->max_sequences < SPLIT_TOKENS ? (size_t)o->max_sequences : SPLIT_TOKENS;
     c->max_splits = (size_t)(o->max_seen / KV_SPLIT + 4);
-    size_t most = TEAM_PIECES / 2 / (c->max_splits * m->n_kv);
+    size_t most = TEAM_PIECES / 2 / (c->max_splits * m->n_kv);     /* the other half is for whole tiles */
     if (c->split_tokens > most) c->split_tokens = most;
+    if ((c->max_rows / rows_per_tile(c) + (size_t)o->max_sequences) * m->n_kv > TEAM_PIECES / 2)
+        return fail(e, GEN_USAGE, "%d tokens at once are too many for %d key/value heads: lower --batch-size",
+                    o->max_rows, m->n_kv);
     struct carver v = { NULL, 0 };
     carve_all(c, &v);
     c->arena_bytes = v.used;

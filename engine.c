@@ -818,7 +818,7 @@ void sequence_restore(struct sequence *s, struct kvstore *k, const uint8_t root[
         chain[found] = b;
         missing = engine_block_needs(g, found, most * KV_BLOCK) & ~b.parts;
     }
-    while (found > from && (s->mass || !enough(g, chain, from, found))) found--;
+    while (found > from && !enough(g, chain, from, found)) found--;
     if (found > from && sequence_cut(s, from * KV_BLOCK) < from * KV_BLOCK) {
         sequence_restore(s, k, root, tokens, n);       /* less of its own stays */
     } else if (found > from) {

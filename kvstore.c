@@ -459,10 +459,10 @@ static void put_some(struct database *d, const struct kvstore_block *b, int n)
             touch(d, b[i].key, b[i].index);
             continue;
         }
-        if (id && !drop(d, id)) return roll_back(d);   /* it has fewer parts */
         use_of(d, b[i].index);         /* no room is made of this prompt's own */
         bytes += b[i].bytes + 2 * PAGE;
         if (!make_room(d, bytes)) break;
+        if (id && !drop(d, id)) return roll_back(d);   /* it has fewer parts */
         p.b[p.n++] = &b[i];
     }
     if (d->off || !add_blocks(d, &p)) return roll_back(d);

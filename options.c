@@ -334,7 +334,11 @@ static bool unknown(const char *word, struct error *e)
 {
     char display[40];
     int far;
-    const struct option_row *row = nearest(word + strspn(word, "-"), &far);
+    const struct option_row *row = word[0] == '-' && word[1] && word[2] == '=' ? row_of_letter(word[1]) : NULL;
+    if (row && row->arg)
+        return fail(e, GEN_USAGE, "'%s': the value of -%c is the next word, or write %s=%s", word, row->letter,
+                    option_display(row, display), word + 3);
+    row = nearest(word + strspn(word, "-"), &far);
     return fail(e, GEN_USAGE, "unknown option '%s': the nearest is %s (gen --help lists all)", word,
                 option_display(row, display));
 }

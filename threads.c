@@ -3,11 +3,12 @@
 #define _GNU_SOURCE
 #include "threads.h"
 
+#include "memory.h"
+
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -202,31 +203,3 @@ void team_close(struct team *t)
 }
 
 int team_size(const struct team *t) { return t->n; }
-
-/* Whole cores of a cgroup v2 or v1 quota, or `limit` when there is none. */
-static int cgroup_cores(int limit)
-{
-    long long quota = -1, period = 0;
-    FILE *f = fopen("/sys/fs/cgroup/cpu.max", "r");
-    if (f) {
-        if (fscanf(f, "%lld %lld", &quota, &period) != 2) quota = -1;
-        fclose(f);
-    } else if ((f = fopen("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "r"))) {
-        if (fscanf(f, "%lld", &quota) != 1) quota = -1;
-        fclose(f);
-        if ((f = fopen("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "r"))) {
-            if (fscanf(f, "%lld", &period) != 1) period = 0;
-            fclose(f);
-        }
-    }
-    if (quota <= 0 || period <= 0) return limit;
-    long long cores = (quota + period - 1) / period;
-    return cores < limit ? (int)cores : limit;
-}
-
-int cores_available(void)
-{
-    cpu_set_t set;
-    int n = sched_getaffinity(0, sizeof set, &set) ? (int)sysconf(_SC_NPROCESSORS_ONLN) : CPU_COUNT(&set);
-    return cgroup_cores(n > 0 ? n : 1);
-}

@@ -25,7 +25,4 @@ void team_run(struct team *t, team_next *next, team_piece *piece, void *user);
 /* A single phase of n pieces. */
 void team_each(struct team *t, int n, team_piece *piece, void *user);
 
-/* Cores that this process may use: affinity mask and cgroup quota. */
-int cores_available(void);
-
 #endif

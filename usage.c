@@ -241,12 +241,14 @@ static void bash(struct bytes *out)
                       "    case $before in\n");
     for (int i = 0; i < n_options; i++) {
         const struct option_row *row = &option_table[i];
-        if (!row->arg || row->arg[0] == '[') continue;
+        bool topic = strcmp(row->name, "help") == 0;
+        if (!row->arg || (row->arg[0] == '[' && !topic)) continue;
         bytes_printf(out, "    ");
         spellings(out, row, "|");
-        if (completes(row) == COMPLETE_WORDS) {
+        if (topic || completes(row) == COMPLETE_WORDS) {
             bytes_printf(out, ") COMPREPLY=($(compgen -W '");
-            words(out, row->arg);
+            for (int g = 0; topic && g < N_GROUPS; g++) bytes_printf(out, "%s ", option_groups[g][0]);
+            words(out, topic ? "man|markdown" : row->arg);
             bytes_printf(out, "' -- \"$word\")); return ;;\n");
         } else {
             bytes_printf(out, completes(row) == COMPLETE_FILES ? ") compopt -o default; return ;;\n" : ") return ;;\n");

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import pathlib
 import pty
 import re
 import select
@@ -86,7 +87,7 @@ REFUSED = [
     (["--logprobs", "5"], ["--logprobs", "--json"]), (["--stop", ""], ["--stop"]),
     (["--rope-scale", "0"], ["--rope-scale"]),
     (["--tmep", "0"], ["--tmep", "--temp"]), (["--perp", "x"], ["--perplexity"]), (["--no-mmp"], ["--no-mmap"]),
-    (["-x"], ["'-x'"]), (["-n5x"], ["5x"]), (["--quiet=1"], ["--quiet"]), (["-p"], ["--prompt", "value"]),
+    (["-x"], ["'-x'"]), (["-n5x"], ["5x"]), (["-n=3"], ["-n is the next word", "--predict=3"]), (["--quiet=1"], ["--quiet"]), (["-p"], ["--prompt", "value"]),
     (["temp"], ["temp", "--temp"]), (["-p", "two", "words"], ["words", "quotes"]),
     ([""], ["-p"]), (["--", "-q", "-x"], ["-x", "quotes"]), (["--inspect", "--dry-run"], ["--inspect", "--dry-run"]),
     (["--perplexity", "x", "-p", "y"], ["--prompt"]), (["--chunks", "2"], ["--chunks", "--perplexity"]),
@@ -149,6 +150,7 @@ def test_bash_completion(gen, tmp_path):
         return run.stdout.split()
     assert complete("gen", "--typ") == ["--typical-p"]
     assert complete("gen", "--kv-layout", "") == ["paged", "contiguous"]
+    assert complete("gen", "--help", "ma") == ["man", "markdown"] and complete("gen", "-h", "samp") == ["sampling"]
     assert "-ctk" in complete("gen", "-") and "-m" in complete("gen", "-")
 
 
@@ -777,3 +779,27 @@ def test_check_tensors(gen, rand, tmp_path):
     broken = with_nan(rand, tmp_path)
     gen.refused("-m", broken, "--check-tensors", rc=3, says=["1 of", "(1)"])
     gen.refused("-m", broken, "--check-tensors", "--no-mmap", rc=3, says="not finite")
+
+
+def test_threads_follow_the_quota_of_a_group(gen, rand):
+    """The control group that the process is in, or one above it, allows one core."""
+    lines = [line.rstrip("\n").split(":", 2) for line in open("/proc/self/cgroup")]
+    mounts = {names: path for _, names, path in lines if names == "" or "cpu" in names.split(",")}
+    if len(os.sched_getaffinity(0)) < 2 or not mounts:
+        pytest.skip("there is but one core, or no control group for them")
+    names, path = max(mounts.items())
+    root = pathlib.Path("/sys/fs/cgroup", "cpu" if names else ".", path.strip("/"))
+    outer = root / f"gen-{os.getpid()}"
+    inner = outer / "inner"
+    try:
+        inner.mkdir(parents=True)
+        (outer / ("cpu.cfs_quota_us" if names else "cpu.max")).write_text("100000")
+        run = subprocess.run([GEN, "--verbose", "-m", rand, "-p", "a", "-n", "1"], capture_output=True, text=True,
+                             preexec_fn=lambda: (inner / "cgroup.procs").write_text("0"))
+        assert run.returncode == 0 and ", 1 threads" in run.stderr, run.stderr
+    except (OSError, subprocess.SubprocessError) as e:
+        pytest.skip(f"no control group can be made: {e}")
+    finally:
+        for folder in (inner, outer):
+            if folder.exists():
+                folder.rmdir()

@@ -114,3 +114,10 @@ def test_refused(gen, tmp_path):
         gen.refused("-m", model, "-p", "a", "--kv-heads", word, rc=2, says="--kv-heads")
     gen.refused("-m", mha, "-p", "a", "--kv-heads", "gqa", rc=2, says="gqa")
     assert answer(gen, mha, "--kv-heads", "mha") == answer(gen, mha)
+
+
+def test_more_heads_than_threads_can_share_out(gen, tiny):
+    """The pieces of a phase are counted in 22 bits: a model of very many heads is refused for a batch so large."""
+    model = tiny(heads=4096, kv_heads=128, head_k=2, embd=32, ff=32, layers=1, ctx=65536)
+    gen.refused("-q", "-m", model, "-p", "a", "-n", "1", "-b", "65536", rc=2, says="--batch-size")
+    gen.ok("-q", "-m", model, "-p", "a", "-n", "1", "-b", "512")

@@ -44,9 +44,9 @@ MAY_INCLUDE = {
     # the machine
     "backend": "kvcache model",
     "ranks": "backend comm kvcache",
-    "cpu": "backend comm model kvcache quant kernels threads",
+    "cpu": "backend comm memory model kvcache quant kernels threads",
     "kernels": "kvcache model quant",
-    "threads": "",
+    "threads": "memory",
     "cuda": "attention backend device model kvcache quant",
     "nocuda": "backend",
     "attention": "device kvcache model",
