@@ -16,7 +16,6 @@ from conftest import BUILD, CONFIG, ROOT
 
 SOURCES = sorted(ROOT.glob("*.cu"))
 REPORTS = BUILD / "nvcc"
-STREAMS = {"decode", "prefill", "product"}         # kernels that read the cache or weights
 
 if not SOURCES or CONFIG != "release":
     pytest.skip("CUDA is compiled in the release build", allow_module_level=True)
@@ -110,38 +109,48 @@ def disassembler():
     return found or pytest.skip("there is no nvdisasm (pip install nvidia-cuda-nvdisasm)")
 
 
-def loads_in_loops(cubin):
-    """For each kernel of a cubin, {bytes per lane: how many global loads} within loops: between a label and a later branch
-    back to it."""
+def load_bytes(line):
+    """(opcode, bytes a lane) of a load from global memory; LDGSTS copies to shared memory."""
+    m = re.search(r"\b(LDGSTS|LDG)\.E(\S*)", line)
+    return m and (m[1], next((n for key, n in ((".128", 16), (".64", 8), ("16", 2), ("8", 1)) if key in m[2]), 4))
+
+
+def instructions(cubin):
+    """{kernel: its lines} of a cubin."""
     text = subprocess.run([disassembler(), "-c", cubin], capture_output=True, text=True, check=True).stdout
-    kernels = {}
-    for name, body in re.findall(r"^\.text\.(\S+):\n(.*?)(?=^\t\.section|\Z)", text, re.M | re.S):
-        lines = body.splitlines()
-        labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L_x_\d+):", line))}
-        looped = set()
-        for i, line in enumerate(lines):
-            back = re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line)
-            if back and labels.get(back[1], i) < i:
-                looped.update(range(labels[back[1]], i))
-        sizes = {}
-        for i in looped:
-            if m := re.search(r"\b(LDG|LDGSTS)\.E\S*", lines[i]):
-                word = m[0]
-                size = next((n for key, n in ((".128", 16), (".64", 8), ("16", 2), ("8", 1)) if key in word.split(".E", 1)[1]), 4)
-                sizes[size] = sizes.get(size, 0) + 1
-        kernels[name] = sizes
-    names = plain_names(list(kernels))
-    return {names[k]: v for k, v in kernels.items()}
+    found = re.findall(r"^\.text\.(\S+):\n(.*?)(?=^\t\.section|\Z)", text, re.M | re.S)
+    names = plain_names([name for name, _ in found])
+    return {names[name]: body.splitlines() for name, body in found}
+
+
+def inner_loops(lines):
+    """The lines of each loop that holds no other: between a label and a later branch back to it."""
+    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"(\.L_x_\d+):", line))}
+    backs = [(labels.get(m[1], i), i) for i, line in enumerate(lines) if (m := re.search(r"\bBRA\S*\s.*`\((\.L_x_\d+)\)", line))]
+    loops = {(first, last) for first, last in backs if first < last}
+    return [lines[a:b] for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
 
 
 def check_wide(cubin, source):
-    """Loops of the kernels that stream weights or the cache load mostly 16 bytes a lane."""
+    """Tiles of the cache are copied 16 bytes a lane, always. Of what the loops load that multiply weights (by dp4a, or past the
+    first-level cache) at least half the bytes come 16 a lane; of the types of two bits, whose blocks are no more, 8."""
     seen = 0
-    for kernel, sizes in loads_in_loops(cubin).items():
-        if re.split("_kernel|<", kernel)[0] in STREAMS:
-            wide, all_bytes = 16 * sizes.get(16, 0), sum(size * n for size, n in sizes.items())
-            assert wide > 0 and 2 * wide >= all_bytes, f"{kernel} in {cubin.name}: loads in loops by size {sizes}"
-            seen += 1
+    for kernel, lines in instructions(cubin).items():
+        name = re.split("_kernel|<", kernel)[0]
+        if name in ("decode", "prefill"):
+            copies = [load[1] for line in lines if (load := load_bytes(line)) and load[0] == "LDGSTS"]
+            assert copies and set(copies) == {16}, f"{kernel} in {cubin.name}: copies of {copies} bytes"
+        elif name == "product":
+            two_bits = int(re.search(r"<(\d+)", kernel)[1]) in (10, 11)
+            loops = [loop for loop in inner_loops(lines) if re.search(r"IDP\.4A|LDG\.E\.NA\.", "\n".join(loop))]
+            assert len(loops) >= 1, f"{kernel} in {cubin.name}: no loop multiplies weights"
+            for loop in loops:
+                sizes = [load[1] for line in loop if (load := load_bytes(line))]
+                wide = sum(n for n in sizes if n >= (8 if two_bits else 16))
+                assert wide > 0 and 2 * wide >= sum(sizes), f"{kernel} in {cubin.name}: loads of {sizes} bytes"
+        else:
+            continue
+        seen += 1
     assert seen, f"{source.name}: no kernel streams"
 
 
