@@ -6,6 +6,10 @@
  * of one word onto each other leaves one token's score in each lane. For the values a lane owns a few channels and adds
  * up all tokens. So keys and values are read once for all query heads of a KV head, and only unpacked in registers.
  *
+ * Eight query heads or more of one KV head would keep the multiprocessor's arithmetic busier than its memory. Where the
+ * cache is f16 they are multiplied by the tensor cores, with queries and weights as sums of two halves, so that nothing
+ * is lost but the order of the sums.
+ *
  * Which of its 32 tokens a query sees is a range of token numbers; what a tile is made of (raw or sealed, and of which
  * type) is the same for a whole warp, so one kernel serves every pair of types.
  *
@@ -14,7 +18,8 @@
  *     kernel              registers  static shared
  *     decode<1, *>        128        256
  *     decode<2, *>        144        256
- *     decode<4, 256>      176        256
+ *     decode<*, true>     255        256
+ *     decode<4, 256, *>   176        256
  *     decode<4, *>        168        256
  *     decode<8, *>        255        256
  *     decode<16, *>       255        256
@@ -77,14 +82,23 @@ static __device__ inline blocks blocks_of(const kv_sequence &s, int pos, int las
 }
 static __device__ inline int block_number(const blocks &b, int i) { return i < b.sinks ? i : b.first + i - b.sinks; }
 
+/* Where byte `at` of a tile of f16 lies in a stage for the tensor cores: eight neighbouring rows of 16 bytes each lie in
+ * eight different places modulo 128, and so in different banks. A row of keys has 64 bytes, one of values `row`. */
+static __device__ inline int key_place(int at) { return at ^ (at >> 3 & 0x30); }
+static __device__ inline int value_place(int at, int row) { return at ^ (at / row & 7) << 4; }
+
 /* Starts to copy a tile's keys and values into the stage, by `n` threads of which this is number `thread`. */
+template <bool TENSOR>
 static __device__ inline void fetch(const attention &a, int head, int pos, int block, int32_t page,
                                     unsigned char *stage, int k_room, int thread, int n)
 {
     const kv_store &s = is_raw(a, pos, block) ? a.raw : a.main;
     const unsigned char *k = keys_at(s, a.layer, head, page, block), *v = values_at(s, a.layer, head, page, block);
-    for (int i = thread * 16; i < s.k_tile; i += n * 16) __pipeline_memcpy_async(stage + i, k + i, 16);
-    for (int i = thread * 16; i < s.v_tile; i += n * 16) __pipeline_memcpy_async(stage + k_room + i, v + i, 16);
+    for (int i = thread * 16; i < s.k_tile; i += n * 16)
+        __pipeline_memcpy_async(stage + (TENSOR ? key_place(i) : i), k + i, 16);
+    stage += k_room;
+    for (int i = thread * 16; i < s.v_tile; i += n * 16)
+        __pipeline_memcpy_async(stage + (TENSOR ? value_place(i, 2 * a.head_v) : i), v + i, 16);
 }
 
 /* Room for the larger of a raw and a sealed tile. */
@@ -162,6 +176,18 @@ template <int N> static __device__ inline void load_floats(const float *p, float
             float4 v = *(const float4 *)(p + i);
             out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
         }
+}
+
+/* N neighbouring words, 2 or 4, aligned to as much. */
+template <int N> static __device__ inline void load_words(const uint32_t *p, uint32_t *out)
+{
+    if (N == 2) {
+        uint2 v = *(const uint2 *)p;
+        out[0] = v.x, out[1] = v.y;
+    } else {
+        uint4 v = *(const uint4 *)p;
+        out[0] = v.x, out[1] = v.y, out[N - 2] = v.z, out[N - 1] = v.w;
+    }
 }
 
 /* ---- scores ------------------------------------------------------------------------------------------------------ */
@@ -368,6 +394,189 @@ static __device__ inline void step(const attention &a, const kv_store &types, co
     __syncwarp();
 }
 
+/* Writes the warp's part where parts meet, [G][stride]: maximum, sum, values. */
+template <int G, int HV>
+static __device__ inline void put_part(const state<G, HV> &s, float *to, size_t stride, int head_v)
+{
+    int lane = threadIdx.x % WARP;
+    UNROLL
+    for (int g = 0; g < G; g++, to += stride) {
+        float l = warp_sum(s.l[g]);
+        if (lane == 0) to[0] = s.m[g], to[1] = l;
+        UNROLL
+        for (int j = 0; j < channels<HV>::PIECES; j++)
+            UNROLL
+            for (int i = 0; i < channels<HV>::EACH; i++) {
+                int d = j * 128 + lane * channels<HV>::EACH + i;
+                if (d < head_v) to[2 + d] = s.o[g][j * channels<HV>::EACH + i];
+            }
+    }
+}
+
+/* Query g's channels into column g of q[n][stride]. */
+static __device__ inline void put_column(float *q, int stride, int g, const float *x, int n)
+{
+    for (int d = threadIdx.x % WARP; d < n; d += WARP) q[d * stride + g] = x[d];
+    __syncwarp();
+}
+
+/* ---- the same with tensor cores: 8 or 16 queries, a cache of f16 ------------------------------------------------- */
+
+/* A lane has query lane / 4 and, of 16, that one's neighbour 8 further on; of values the channels 8n + lane % 4 * 2 and
+ * the next one. l is this lane's part of the sum. */
+template <int G, int HV> struct tensor_state { float m[G / 8], l[G / 8], o[HV / 8][G / 4]; };
+
+template <int G, int HV> static __device__ inline void start(tensor_state<G, HV> &s)
+{
+    UNROLL
+    for (int r = 0; r < G / 8; r++) s.m[r] = -INFINITY, s.l[r] = 0;
+    UNROLL
+    for (int n = 0; n < HV / 8; n++)
+        UNROLL
+        for (int i = 0; i < G / 4; i++) s.o[n][i] = 0;
+}
+
+/* x = high + low, each a half, up to 2^-22 of it. */
+static __device__ inline void split(float x, uint32_t *high, uint32_t *low)
+{
+    *high = float_to_half(x);
+    *low = float_to_half(x - half_to_float((uint16_t)*high));
+}
+static __device__ inline void split_pair(float x, float y, uint32_t *high, uint32_t *low)
+{
+    uint32_t h[2], l[2];
+    split(x, &h[0], &l[0]);
+    split(y, &h[1], &l[1]);
+    *high = h[0] | h[1] << 16;
+    *low = l[0] | l[1] << 16;
+}
+
+/* Query g's channels as the lanes want them: [n / 16][high, low][lane][G / 4] words of two halves. */
+template <int G> static __device__ inline void put_fragments(float *q, int g, const float *x, int n)
+{
+    uint16_t *to = (uint16_t *)q;
+    for (int d = threadIdx.x % WARP; d < n; d += WARP) {
+        int k = d % 16, lane = g % 8 * 4 + k % 8 / 2, word = k / 8 * (G / 8) + g / 8;
+        int at = ((d / 16 * 2 * WARP + lane) * (G / 4) + word) * 2 + k % 2;
+        uint32_t high, low;
+        split(x[d], &high, &low);
+        to[at] = (uint16_t)high;
+        to[at + WARP * (G / 4) * 2] = (uint16_t)low;
+    }
+    __syncwarp();
+}
+
+/* d[G][8] += (high + low)[G][16] b[16][8]; of 8 queries the other half of the fragments is zero. */
+template <int G>
+static __device__ inline void multiply_add(float d[G / 4], const uint32_t high[G / 4], const uint32_t low[G / 4],
+                                           const uint32_t b[2])
+{
+    if (G == 16) {
+        mma_f16(d, high, b);
+        mma_f16(d, low, b);
+    } else {
+        float all[4] = { d[0], d[1], 0, 0 };
+        uint32_t h[4] = { high[0], 0, high[1], 0 }, l[4] = { low[0], 0, low[1], 0 };
+        mma_f16(all, h, b);
+        mma_f16(all, l, b);
+        d[0] = all[0], d[1] = all[1];
+    }
+}
+
+/* As above, where all queries see the same tokens. */
+template <int G, int HV>
+static __device__ inline void step(const attention &a, const kv_store &, unsigned char *stage, int block,
+                                   const float *q, int, const int *first, const int *last, int t0, int t1, float *,
+                                   tensor_state<G, HV> &s)
+{
+    constexpr int WORDS = G / 4;
+    int lane = threadIdx.x % WARP, row = lane % 16, column = lane / 16 * 16;   /* what the lane gives to ldmatrix */
+    unsigned char *v = stage + k_room(a);
+    if (t0 > 0 || t1 < KV_BLOCK) {     /* tokens not seen may hold anything, also what times zero is not zero */
+        for (int i = lane; i < KV_BLOCK * HV / 8; i += WARP)
+            if (i / (HV / 8) < t0 || i / (HV / 8) >= t1) ((uint4 *)v)[i] = make_uint4(0, 0, 0, 0);
+        __syncwarp();
+    }
+    float x[4][WORDS];                 /* scores of tokens 8j + lane % 4 * 2 and the next one */
+    UNROLL
+    for (int j = 0; j < 4; j++)
+        UNROLL
+        for (int i = 0; i < WORDS; i++) x[j][i] = 0;
+    for (int d = 0; d < a.head_k; d += 16) {
+        const uint32_t *from = (const uint32_t *)q + (d / 16 * 2 * WARP + lane) * WORDS;
+        uint32_t high[WORDS], low[WORDS];
+        load_words<WORDS>(from, high);
+        load_words<WORDS>(from + WARP * WORDS, low);
+        UNROLL
+        for (int j = 0; j < 2; j++) {
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, stage + key_place((d + row) * 64 + 32 * j + column));
+            multiply_add<G>(x[2 * j], high, low, b);
+            multiply_add<G>(x[2 * j + 1], high, low, b + 2);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < G / 8; r++) {
+        float top = s.m[r], sum = 0;
+        UNROLL
+        for (int j = 0; j < 8; j++) {
+            int token = block * KV_BLOCK + j / 2 * 8 + lane % 4 * 2 + j % 2;
+            float &y = x[j / 2][2 * r + j % 2];
+            if (a.cap > 0) y = a.cap * tanhf(y / a.cap);
+            if (token < *first || token > *last) y = -INFINITY;
+            top = fmaxf(top, y);
+        }
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
+        float keep = s.m[r] == top ? 1 : __expf(s.m[r] - top);
+        UNROLL
+        for (int j = 0; j < 8; j++) {
+            float &y = x[j / 2][2 * r + j % 2];
+            y = y == -INFINITY ? 0 : __expf(y - top);
+            sum += y;
+        }
+        s.m[r] = top;
+        s.l[r] = s.l[r] * keep + sum;
+        if (keep != 1)
+            UNROLL
+            for (int n = 0; n < HV / 8; n++) s.o[n][2 * r] *= keep, s.o[n][2 * r + 1] *= keep;
+    }
+    UNROLL
+    for (int k = 0; k < 2; k++) {      /* 16 tokens; their scores lie as the product wants its left factor */
+        uint32_t high[WORDS], low[WORDS];
+        UNROLL
+        for (int i = 0; i < WORDS; i++) {
+            const float *pair = x[2 * k + i / (G / 8)] + i % (G / 8) * 2;
+            split_pair(pair[0], pair[1], &high[i], &low[i]);
+        }
+        UNROLL
+        for (int n = 0; n < HV / 16; n++) {
+            uint32_t b[4];
+            ldmatrix_x4_trans(b, v + value_place((16 * k + row) * 2 * HV + 32 * n + column, 2 * HV));
+            multiply_add<G>(s.o[2 * n], high, low, b);
+            multiply_add<G>(s.o[2 * n + 1], high, low, b + 2);
+        }
+    }
+    __syncwarp();
+}
+
+template <int G, int HV>
+static __device__ inline void put_part(const tensor_state<G, HV> &s, float *to, size_t stride, int)
+{
+    int lane = threadIdx.x % WARP;
+    UNROLL
+    for (int r = 0; r < G / 8; r++) {
+        float *part = to + (8 * r + lane / 4) * stride, l = s.l[r];
+        l += __shfl_xor_sync(ALL_LANES, l, 1);
+        l += __shfl_xor_sync(ALL_LANES, l, 2);
+        if (lane % 4 == 0) part[0] = s.m[r], part[1] = l;
+        UNROLL
+        for (int n = 0; n < HV / 8; n++)
+            UNROLL
+            for (int i = 0; i < 2; i++) part[2 + 8 * n + lane % 4 * 2 + i] = s.o[n][2 * r + i];
+    }
+}
+
 /* ---- a head's vector --------------------------------------------------------------------------------------------- */
 
 /* x -> H x / sqrt(size) in blocks of the largest power of two that divides n, by one warp. */
@@ -417,16 +626,13 @@ static __device__ void ready(const attention &a, float *x, int n, const float *s
     if (turn) turn_basis(x, n);
 }
 
-/* Query head h of row r, for the sinks or the window, into column `column` of q[head_k][q_stride]. */
-static __device__ void ready_query(const attention &a, int r, int h, bool sinks, float *x, float *q, int q_stride,
-                                   int column)
+/* x[head_k] = query head h of row r, for the sinks or the window. */
+static __device__ void ready_query(const attention &a, int r, int h, bool sinks, float *x)
 {
     const float *cs = (sinks ? a.sink_cs : a.cs) + (size_t)r * (a.n_rot / 2);
     const float *sn = (sinks ? a.sink_sn : a.sn) + (size_t)r * (a.n_rot / 2);
     ready(a, x, a.head_k, a.qkv + (size_t)r * a.ld + h * a.head_k, a.q_bias ? a.q_bias + h * a.head_k : NULL, a.q_norm,
           cs, sn, a.scale, kv_rotated(a.main.type_k, true));
-    for (int d = threadIdx.x % WARP; d < a.head_k; d += WARP) q[d * q_stride + column] = x[d];
-    __syncwarp();
 }
 
 /* ---- rows into the cache ----------------------------------------------------------------------------------------- */
@@ -654,7 +860,18 @@ template <int G> static __host__ __device__ inline int decode_floats(const atten
     return (a.head_k * G + warps * (KV_BLOCK * G + wide) + 3) / 4 * 4;
 }
 
-template <int G, int HV>
+/* How a decode kernel keeps its queries and its sums. */
+template <int G, int HV, bool TENSOR> struct kind {
+    typedef ::state<G, HV> state;
+    static __device__ inline void put_query(float *q, int g, const float *x, int n) { put_column(q, G, g, x, n); }
+};
+template <int G, int HV> struct kind<G, HV, true> {
+    typedef tensor_state<G, HV> state;
+    static __device__ inline void put_query(float *q, int g, const float *x, int n) { put_fragments<G>(q, g, x, n); }
+};
+
+/* TENSOR: see tensor_takes. */
+template <int G, int HV, bool TENSOR>
 static __global__ void __launch_bounds__(DECODE_WARPS * WARP, G * HV <= 512 ? 3 : 2)
 decode_kernel(const __grid_constant__ attention a)
 {
@@ -689,7 +906,7 @@ decode_kernel(const __grid_constant__ attention a)
         __syncthreads();
         if (completes(a, r)) seal_row(a, r, head, true, true);
     }
-    state<G, HV> st;
+    typename kind<G, HV, TENSOR>::state st;
     start(st);
     for (int i = threadIdx.x; i < a.head_k * G; i += blockDim.x) q[i] = 0;         /* columns without a head */
     for (int sinks = 1; sinks >= 0; sinks--) {
@@ -700,22 +917,25 @@ decode_kernel(const __grid_constant__ attention a)
         kv_range range = sinks ? kv_sink_range(row.pos, s.sinks, s.window)
                                : kv_window_range(row.pos, s.sinks, s.window);
         __syncthreads();
-        for (int g = warp; g < n_g; g += warps) ready_query(a, r, h0 + g, sinks, x, q, G, g);
+        for (int g = warp; g < n_g; g += warps) {
+            ready_query(a, r, h0 + g, sinks, x);
+            kind<G, HV, TENSOR>::put_query(q, g, x, a.head_k);
+        }
         if (threadIdx.x < G) first[threadIdx.x] = (int)range.first, last[threadIdx.x] = (int)range.last;
         __syncthreads();
         int i = from + warp, stage = 0;
         int32_t page = 0;
         if (i < to) {
             int block = block_number(seen, i);
-            fetch(a, head, row.pos, block, page_of(a, s, row.pos, block), mine, k_room(a), lane, WARP);
+            fetch<TENSOR>(a, head, row.pos, block, page_of(a, s, row.pos, block), mine, k_room(a), lane, WARP);
         }
         __pipeline_commit();
         if (i + warps < to) page = page_of(a, s, row.pos, block_number(seen, i + warps));
         for (; i < to; i += warps, stage ^= 1) {
             int next = i + warps, block = block_number(seen, i);
             if (next < to)
-                fetch(a, head, row.pos, block_number(seen, next), page, mine + (stage ^ 1) * stage_bytes, k_room(a),
-                      lane, WARP);
+                fetch<TENSOR>(a, head, row.pos, block_number(seen, next), page, mine + (stage ^ 1) * stage_bytes,
+                              k_room(a), lane, WARP);
             __pipeline_commit();
             if (next + warps < to) page = page_of(a, s, row.pos, block_number(seen, next + warps));
             __pipeline_wait_prior(1);
@@ -731,18 +951,7 @@ decode_kernel(const __grid_constant__ attention a)
     __syncthreads();
     float *meet = (float *)stages;
     size_t stride = a.head_v + 2;
-    UNROLL
-    for (int g = 0; g < G; g++) {
-        float l = warp_sum(st.l[g]), *at = meet + (g * warps + warp) * stride;
-        if (lane == 0) at[0] = st.m[g], at[1] = l;
-        UNROLL
-        for (int j = 0; j < channels<HV>::PIECES; j++)
-            UNROLL
-            for (int i = 0; i < channels<HV>::EACH; i++) {
-                int d = j * 128 + lane * channels<HV>::EACH + i;
-                if (d < a.head_v) at[2 + d] = st.o[g][j * channels<HV>::EACH + i];
-            }
-    }
+    put_part(st, meet + warp * stride, warps * stride, a.head_v);
     __syncthreads();
     for (int g = warp; g < n_g; g += warps) {
         float m, l;
@@ -814,7 +1023,10 @@ static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(co
         for (int i = warp; i < PREFILL_QUERIES; i += PREFILL_WARPS) {
             int pos = row.pos + i / group;
             kv_range seen_by = sinks ? kv_sink_range(pos, s.sinks, s.window) : kv_window_range(pos, s.sinks, s.window);
-            if (i < n_q) ready_query(a, run.row + i / group, head * group + i % group, sinks, x, q, PREFILL_QUERIES, i);
+            if (i < n_q) {
+                ready_query(a, run.row + i / group, head * group + i % group, sinks, x);
+                put_column(q, PREFILL_QUERIES, i, x, a.head_k);
+            }
             if (lane == 0) first[i] = i < n_q ? (int)seen_by.first : 0, last[i] = i < n_q ? (int)seen_by.last : -1;
         }
         int low = sinks ? 0 : (int)kv_window_range(row.pos, s.sinks, s.window).first;
@@ -822,16 +1034,16 @@ static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(co
         for (int ahead = 0; ahead < n_stages - 1; ahead++) {
             int block = block_number(seen, from + ahead);
             if (from + ahead < to)
-                fetch(a, head, row.pos, block, page_of(a, s, row.pos, block), stages, k_room(a), threadIdx.x,
-                      blockDim.x);
+                fetch<false>(a, head, row.pos, block, page_of(a, s, row.pos, block), stages, k_room(a), threadIdx.x,
+                             blockDim.x);
             __pipeline_commit();
         }
         for (int i = from, stage = 0; i < to; i++) {
             int next = i + n_stages - 1, block = block_number(seen, i), put = n_stages == 2 ? stage ^ 1 : 0;
             if (next < to) {
                 int b = block_number(seen, next);
-                fetch(a, head, row.pos, b, page_of(a, s, row.pos, b), stages + put * stage_bytes, k_room(a),
-                      threadIdx.x, blockDim.x);
+                fetch<false>(a, head, row.pos, b, page_of(a, s, row.pos, b), stages + put * stage_bytes, k_room(a),
+                             threadIdx.x, blockDim.x);
             }
             __pipeline_commit();
             if (n_stages == 2) __pipeline_wait_prior(1);
@@ -974,13 +1186,25 @@ const char *attention_refuses(int head_k, int head_v, int group)
     return NULL;
 }
 
+/* Tensor cores take tiles as they are, whose rows are whole 16 bytes in each of eight places. */
+static bool tensor_takes(const attention &a)
+{
+    return a.main.type_k == KV_F16 && a.main.type_v == KV_F16 && !a.raw.base && a.head_k % 16 == 0 &&
+           (a.head_v == 64 || a.head_v == 128 || a.head_v == 256);
+}
+
+template <int G, bool TENSOR> static void (*decode_for(int head_v))(attention)
+{
+    constexpr int WIDE = G < ATTENTION_WIDE ? G : (int)ATTENTION_WIDE;
+    return head_v <= 64 ? decode_kernel<G, 64, TENSOR> : head_v <= 128 ? decode_kernel<G, 128, TENSOR>
+         : decode_kernel<WIDE, 256, TENSOR>;
+}
+
 template <int G> static attention_launch decode_of(const attention *a, int n_rows, size_t shared_limit)
 {
     int parts = attention_parts(a->n_head / a->n_kv, a->head_v), warps = DECODE_WARPS + 1;
     attention_launch l = { "attention decode", NULL, dim3(a->n_splits, a->n_kv * parts, n_rows), dim3(0), 0 };
-    l.kernel = a->head_v <= 64 ? decode_kernel<G, 64>
-             : a->head_v <= 128 ? decode_kernel<G, 128>
-             : decode_kernel<G < ATTENTION_WIDE ? G : (int)ATTENTION_WIDE, 256>;
+    l.kernel = G >= 8 && tensor_takes(*a) ? decode_for<G, (G >= 8)>(a->head_v) : decode_for<G, false>(a->head_v);
     do {                               /* large heads of wide types leave room for fewer warps */
         warps--;
         size_t stages = (size_t)warps * STAGES * (k_room(*a) + v_room(*a));

@@ -43,6 +43,7 @@ enum {
     PRODUCT_WARPS = 8,
     TILE_BYTES = 64 << 20,             /* of a weight matrix in f16 for cuBLAS */
     STAGING_BYTES = 16 << 20,          /* of the file on its way to the device */
+    STATIC_BYTES = 1024,               /* shared memory that a kernel may have beside what its launch asks for */
     BEST_BLOCKS = 32                   /* blocks that look for a row's largest logit */
 };
 
@@ -968,7 +969,7 @@ static void launch(struct gpu *c, const char *name, void (*kernel)(P...), dim3 g
 {
     if (c->e->code) return;
     cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (shared > 48 << 10 &&
+    if (shared + STATIC_BYTES > 48 << 10 &&
         !check(c, cudaFuncSetAttribute((const void *)kernel, most, (int)shared), "cudaFuncSetAttribute", name))
         return;
     cudaLaunchConfig_t config = {};
@@ -1750,7 +1751,7 @@ static bool open_parts(struct gpu *c, const struct backend_options *o)
     c->max_seen = o->max_seen;
     c->evicts = o->evicts;
     c->dependent = c->device.major >= 9;
-    c->shared_limit = (int)c->device.sharedMemPerBlockOptin;
+    c->shared_limit = (int)c->device.sharedMemPerBlockOptin - STATIC_BYTES;
     c->resident = 2 * c->device.multiProcessorCount;
     c->layers = (device_layer *)alloc_zeroed(m->n_layer, sizeof *c->layers, "the layers", c->e);
     if (!c->layers ||

@@ -77,6 +77,25 @@ template <> __device__ inline uint4 stream_load(const uint4 *p)
 }
 #endif
 
+/* ---- tensor cores (off the device tests/emulator has functions of these names) ----------------------------------- */
+
+#ifdef __CUDACC__
+/* d[16][8] += a[16][16] b[16][8] of halves, with the fragments of PTX's mma.m16n8k16. */
+__device__ inline void mma_f16(float d[4], const uint32_t a[4], const uint32_t b[2])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+/* Four matrices of 8 x 8 halves out of shared memory, transposed; lane i gives the place of row i % 8 of matrix i / 8. */
+__device__ inline void ldmatrix_x4_trans(uint32_t r[4], const void *row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"((uint32_t)__cvta_generic_to_shared(row)) : "memory");
+}
+#endif
+
 /* ---- the grid before and after this one (sm_90 and later) -------------------------------------------------------- */
 
 #if !defined __CUDA_ARCH__ || __CUDA_ARCH__ >= 900

@@ -81,6 +81,14 @@ def test_heads(model, heads, kv_heads, head):
     compare(path, k="int8", v="int4", prompt=45, page=64)
 
 
+@pytest.mark.parametrize("heads, head, words", [
+    (8, 64, {}), (5, 64, {"window": 64, "sinks": 40, "prompt": 150}), (12, 128, {"page": 64}), (8, 256, {}),
+    (16, 64, {"window": 20, "sinks": 4, "prompt": 110})])
+def test_tensor_cores(model, heads, head, words):
+    """Groups of 5 heads and more with a cache of f16."""
+    compare(model(heads=heads, kv_heads=1, head_k=head, layers=1), k="f16", v="f16", **words)
+
+
 PAIRS = list(itertools.product(TYPES, TYPES))
 
 
