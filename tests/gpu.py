@@ -1,4 +1,5 @@
 """What tests/gpu.sh runs once everything is built: comparisons, compute-sanitizer, timings; one table, one JSON file."""
+import itertools
 import json
 import os
 import shutil
@@ -8,9 +9,11 @@ import time
 
 B, EMULATED, CUDA_HOME = os.environ["B"], bool(os.environ["EMULATED"]), os.environ["CUDA_HOME"]
 TYPES = "f32 f16 bf16 fp8 int8 int4".split()
-# Largest differences of log-probabilities: where weights and cache are float; where a code of the cache may be rounded to
-# the other side; where an activation may be.
-FLOAT, CACHE, INT8 = 1e-3, 1e-2, 0.5
+# Largest differences of log-probabilities. Sums are floats in another order, which is 1e-5 with a cache of f32. Other types round
+# keys and values, and what lies near the middle of two steps may be rounded the other way: CUDA starts from the CPU's whole blocks
+# (hand=1), and such flips of the last few tokens stay below 5e-4 on the emulator. With quantised weights an activation may be rounded
+# to the other of two int8 steps: 0.06 was the most in 24 runs of these two models on the emulator.
+FLOAT, CACHE, INT8 = 1e-4, 1e-3, 0.12
 result, wrong = {"emulated": EMULATED, "compare": [], "sanitizer": [], "times": []}, []
 
 
@@ -48,8 +51,11 @@ def comparisons():
     small = model("f32", "F32", 1, 128, 256, 4, 2, 512)
     quantised = model("q8_0", "Q8_0", 1, 256, 256, 4, 2, 512)
     k_quants = model("q4_k", "Q4_K", 1, 256, 256, 4, 2, 512)
-    for k in TYPES[:1] + TYPES[3:] if EMULATED else TYPES:
-        compare(small, FLOAT if k in ("f32", "f16", "bf16") else CACHE, f"k={k}", f"v={k}", "prompt=70", "steps=2")
+    wide = model("heads", "F32", 1, 512, 256, 8, 1, 512)
+    compare(small, FLOAT, "k=f32", "v=f32", "prompt=70", "steps=2")
+    for k in TYPES[3:] if EMULATED else TYPES[1:]:
+        compare(small, CACHE, "hand=1", f"k={k}", f"v={k}", "prompt=70", "steps=2")
+    compare(wide, CACHE, "hand=1", "k=f16", "v=f16", "prompt=70", "steps=2")       # by the tensor cores
     hashes = {compare(small, FLOAT, "k=f32", "v=f32", f"page={p}") for p in (32, 64)}
     hashes.add(compare(small, FLOAT, "k=f32", "v=f32", "layout=contiguous"))
     if len(hashes) != 1:
@@ -106,17 +112,19 @@ def times():
         return
     peak = copy["gb_per_s"]
     print(f"Device copy: {peak:.0f} GB/s")
-    print("Attention of one token, 32 query heads of size 128 on 8 KV heads (cold cache)")
-    print(f"  {'type':6} {'depth':>8} {'us':>9} {'GB/s':>8} {'of copy':>8} {'PyTorch us':>11}")
-    shape = (8, 2, 32) if EMULATED else (32, 8, 128)
-    for depth in (100, 300) if EMULATED else (1024, 4096, 16384, 65536, 262144):
+    print("Attention of one token (cold cache)")
+    print(f"  {'heads':>9} {'type':6} {'depth':>8} {'us':>9} {'GB/s':>8} {'of copy':>8} {'PyTorch us':>11}")
+    shapes = [(8, 2, 32), (8, 1, 64)] if EMULATED else [(32, 8, 128), (32, 4, 128), (32, 2, 128)]
+    for shape, depth in itertools.product(shapes, (100, 300) if EMULATED else (1024, 4096, 16384, 65536, 262144)):
         beside = None if EMULATED else torch_attention(depth, *shape)
-        for k in TYPES[1:]:
+        for k in TYPES[1:] if shape == shapes[0] else ("f16", "fp8"):
             t = timed("attention", k, k, depth, *shape, 1 if EMULATED else 20)
+            if t and not t["finite"]:
+                wrong.append(f"attention {k} {depth} {shape}: the result is zero or not finite")
             if t:
                 t["torch_us"] = beside if k == "f16" else None
                 other = f"{beside:11.1f}" if beside and k == "f16" else ""
-                print(f"  {k:6} {depth:8} {t['us']:9.1f} {t['gb_per_s']:8.0f} {t['gb_per_s'] / peak:8.0%} {other}")
+                print(f"  {shape[0]:3} on {shape[1]:2} {k:6} {depth:8} {t['us']:9.1f} {t['gb_per_s']:8.0f} {t['gb_per_s'] / peak:8.0%} {other}")
     print("Whole models, random weights")
     print(f"  {'model':12} {'prefill t/s':>12} {'TFLOP/s':>8} {'decode t/s':>11} {'GB/s':>7} {'of copy':>8}")
     shapes = {"1B": (16, 2048, 8192, 32, 8, 32000), "8B": (32, 4096, 14336, 32, 8, 128256)}

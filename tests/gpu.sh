@@ -1,8 +1,8 @@
 #!/bin/sh
 # gpu.sh [--emulated] - the CUDA backend on a machine with a GPU, in under five minutes: builds it, makes random models,
 # compares with the CPU backend, runs compute-sanitizer, then times attention, prefill and decode. One table on stdout,
-# everything as JSON in build/gpu/result.json; exit 1 on any wrong number. Needs the CUDA toolkit, gcc, Python and NumPy;
-# PyTorch, where it is there, is timed beside.
+# everything as JSON in build/gpu/result.json; exit 1 on any wrong number. Needs the CUDA toolkit, gcc and Python; PyTorch,
+# where it is there, is timed beside.
 # --emulated rehearses it without a GPU, with the emulator and small sizes; its times say nothing.
 set -eu
 cd "$(dirname "$0")/.."
@@ -14,7 +14,8 @@ CFLAGS="-std=gnu11 -O2 -ffp-contract=off -pthread -Itests/gpu -I."
 CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")")}
 
 echo "Building into $B" >&2
-SOURCES="base gguf quant model kernels kernels_generic cpu threads engine ranks comm $(echo kvcache*.c | sed 's/\.c//g')"
+SOURCES="base gguf quant model kernels kernels_generic cpu threads engine ranks comm"
+SOURCES="$SOURCES $(echo kvcache*.c | sed 's/\.c//g')"
 OBJECTS=
 compile() { # NAME FLAGS...
     name=$1; shift
@@ -22,11 +23,13 @@ compile() { # NAME FLAGS...
     OBJECTS="$OBJECTS $B/$(basename $name).o"
 }
 for s in $SOURCES; do compile $s; done
-compile kernels_avx2 -O3 -mavx2 -mfma -mf16c
-compile kernels_avxvnni -O3 -mavx2 -mfma -mf16c -mavxvnni
-compile kernels_avx512 -O3 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512
+AVX2="-O3 -mavx2 -mfma -mf16c"
+compile kernels_avx2 $AVX2
+compile kernels_avxvnni $AVX2 -mavxvnni
+compile kernels_avx512 $AVX2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512
 gcc $CFLAGS tests/gpu_model.c quant.c -o $B/gpu_model -lm
 gcc $CFLAGS -c tests/cuda_tool.c -o $B/cuda_tool.o
+PIDS=
 if [ -n "$EMULATED" ]; then
     CXXFLAGS='-std=gnu++17 -g -ffp-contract=off -pthread -fno-extern-tls-init -Itests/emulator -I.'
     CHECKED="$(make -s -f - <<'MAKE'
@@ -37,20 +40,22 @@ MAKE
 )"
     for s in attention cuda tests/gpu_time; do
         g++ -x c++ $CXXFLAGS $CHECKED -c $s.cu -o $B/"$(basename $s)".cu.o &
+        PIDS="$PIDS $!"
     done
     for s in tests/emulator/*.cpp; do
         g++ $CXXFLAGS -O2 -c $s -o $B/"$(basename $s .cpp)".emulator.o
         OBJECTS="$OBJECTS $B/$(basename $s .cpp).emulator.o"
     done
-    wait
+    for p in $PIDS; do wait "$p"; done
     LIBS='-lstdc++ -lm -pthread'
 else
     ARCH=${CUDA_ARCH:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)}
     for s in attention cuda tests/gpu_time; do
         "$CUDA_HOME"/bin/nvcc -std=c++17 -O3 -fmad=false -Xcompiler -O2,-ffp-contract=off -Itests/gpu -I. \
             -gencode arch=compute_$ARCH,code=sm_$ARCH -c $s.cu -o $B/"$(basename $s)".cu.o &
+        PIDS="$PIDS $!"
     done
-    wait
+    for p in $PIDS; do wait "$p"; done
     LIBS="-L$CUDA_HOME/lib64 -Xlinker -rpath -Xlinker $CUDA_HOME/lib64 -lcudart_static -lstdc++ -lm -ldl -lrt -pthread"
 fi
 gcc -Wl,--wrap=kv_choose -o $B/cuda_tool $B/cuda_tool.o $B/attention.cu.o $B/cuda.cu.o $OBJECTS $LIBS

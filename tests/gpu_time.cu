@@ -3,6 +3,7 @@
  *   gpu_time copy MIB                                          a copy within the device: GB/s, read and written
  *   gpu_time attention TYPE_K TYPE_V DEPTH HEADS KV_HEADS SIZE RUNS    decode attention of one row, caches cold
  *   gpu_time model FILE TYPE PROMPT TOKENS CTX                 prefill and decode of a model, cache of that type */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -88,6 +89,20 @@ static int copy(size_t bytes)
     return 0;
 }
 
+/* n floats on the device: none is NaN or infinite, and not all are zero. */
+static bool sound(const float *device, size_t n)
+{
+    float *host = (float *)calloc(n, sizeof *host), most = 0;
+    must(cudaMemcpy(host, device, n * sizeof *host, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    bool finite = true;
+    for (size_t i = 0; i < n; i++) {
+        finite = finite && isfinite(host[i]);
+        most = fmaxf(most, fabsf(host[i]));
+    }
+    free(host);
+    return finite && most > 0;
+}
+
 static kv_store store(const kv_shape *s, int pages, int fill)
 {
     return { device<unsigned char>(kv_page_bytes(s) * pages, fill), kv_page_bytes(s), kv_layer_bytes(s), s->n_kv, 1,
@@ -144,9 +159,8 @@ static int attention_time(kv_type k, kv_type v, int depth, int heads, int n_kv, 
         must(cudaLaunchKernelEx(&config, l.kernel, a), l.name);
     });
     printf("{\"test\": \"attention\", \"k\": %d, \"v\": %d, \"depth\": %d, \"heads\": %d, \"kv_heads\": %d, "
-           "\"size\": %d, \"bytes\": %.0f, \"us\": %.2f, \"gb_per_s\": %.1f}\n", k, v, depth, heads, n_kv, size, bytes,
-               t.median * 1e6,
-           bytes / t.median / 1e9);
+           "\"size\": %d, \"bytes\": %.0f, \"us\": %.2f, \"gb_per_s\": %.1f, \"finite\": %s}\n", k, v, depth, heads, n_kv,
+           size, bytes, t.median * 1e6, bytes / t.median / 1e9, sound(out, (size_t)heads * size) ? "true" : "false");
     for (int i = 0; i < copies; i++) cudaFree(tables[i]);
     void *made[] = { a.main.base, a.raw.base, qkv, angles, rows, out, a.part, a.arrived, all };
     for (void *p : made) cudaFree(p);
@@ -186,14 +200,12 @@ static int model_time(const char *file, kv_type type, int prompt, int tokens, in
     for (int i = 0; !bad && i < m->n_vocab; i++) bad = !(logits[i] > -1e30f && logits[i] < 1e30f);
     double params = 0;
     for (size_t i = 0; i < gguf_tensor_count(g); i++)
-        if (gguf_tensor_at(g, i)->n_dims == 2) params += (double)gguf_tensor_at(g, i)->ne[0] * gguf_tensor_at(g,
-                                                                                                              i)->ne[1];
+        if (const struct gguf_tensor *t = gguf_tensor_at(g, i); t->n_dims == 2) params += (double)t->ne[0] * t->ne[1];
     double embd = (double)m->n_vocab * m->n_embd;
     bytes *= (params - embd) / params;                             /* the embedding's rows are not read */
     printf("{\"test\": \"model\", \"file\": \"%s\", \"prompt\": %d, \"prefill_tokens_per_s\": %.1f, "
            "\"prefill_tflops\": %.1f, \"decode_tokens_per_s\": %.2f, \"decode_gb_per_s\": %.1f, \"finite\": %s}\n",
-               file,
-           prompt, prompt / (filled - begin), 2 * (params - 2 * embd) * prompt / (filled - begin) / 1e12,
+           file, prompt, prompt / (filled - begin), 2 * (params - 2 * embd) * prompt / (filled - begin) / 1e12,
            tokens / (end - recorded), bytes * tokens / (end - recorded) / 1e9, bad ? "false" : "true");
     free(ids);
     sequence_close(s);
@@ -207,8 +219,7 @@ int main(int argc, char **argv)
     if (argc == 3 && !strcmp(argv[1], "copy")) return copy((size_t)atoi(argv[2]) << 20);
     if (argc == 9 && !strcmp(argv[1], "attention"))
         return attention_time(type_of(argv[2]), type_of(argv[3]), atoi(argv[4]), atoi(argv[5]), atoi(argv[6]),
-                              atoi(argv[7]),
-                              atoi(argv[8]));
+                              atoi(argv[7]), atoi(argv[8]));
     if (argc == 7 && !strcmp(argv[1], "model"))
         return model_time(argv[2], type_of(argv[3]), atoi(argv[4]), atoi(argv[5]), atoi(argv[6]));
     fprintf(stderr, "usage: gpu_time copy MIB | attention K V DEPTH HEADS KV_HEADS SIZE RUNS | model FILE TYPE PROMPT "
