@@ -82,8 +82,8 @@ static __device__ inline blocks blocks_of(const kv_sequence &s, int pos, int las
 }
 static __device__ inline int block_number(const blocks &b, int i) { return i < b.sinks ? i : b.first + i - b.sinks; }
 
-/* Where byte `at` of a tile of f16 lies in a stage for the tensor cores: eight neighbouring rows of 16 bytes each lie in
- * eight different places modulo 128, and so in different banks. A row of keys has 64 bytes, one of values `row`. */
+/* Where byte `at` of a tile of f16 lies in a stage for the tensor cores: the same 16 bytes of eight neighbouring rows are
+ * at eight different places modulo 128, and so in different banks. A row of keys has 64 bytes, one of values `row`. */
 static __device__ inline int key_place(int at) { return at ^ (at >> 3 & 0x30); }
 static __device__ inline int value_place(int at, int row) { return at ^ (at / row & 7) << 4; }
 

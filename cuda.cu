@@ -768,7 +768,8 @@ static __device__ best block_best(best mine, best *shared)
     return all;
 }
 
-/* out[row] = the id of the row's largest logit, -1 where one is NaN or the largest is not finite. part: [rows][BEST_BLOCKS]; arrived: [rows]. */
+/* out[row] = the id of the row's largest logit, -1 where one is NaN or the largest is not finite. part:
+ * [rows][BEST_BLOCKS]; arrived: [rows]. */
 static __global__ void __launch_bounds__(256) best_kernel(const float *logits, int n, best *part, unsigned *arrived,
                                                           int32_t *out)
 {

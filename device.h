@@ -88,7 +88,7 @@ __device__ inline void mma_f16(float d[4], const uint32_t a[4], const uint32_t b
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-/* Four matrices of 8 x 8 halves out of shared memory, transposed; lane i gives the place of row i % 8 of matrix i / 8. */
+/* Four matrices of 8 x 8 halves of shared memory, transposed; lane i gives the place of row i % 8 of matrix i / 8. */
 __device__ inline void ldmatrix_x4_trans(uint32_t r[4], const void *row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

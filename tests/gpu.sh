@@ -1,8 +1,8 @@
 #!/bin/sh
 # gpu.sh [--emulated] - the CUDA backend on a machine with a GPU, in under five minutes: builds it, makes random models,
 # compares with the CPU backend, runs compute-sanitizer, then times attention, prefill and decode. One table on stdout,
-# everything as JSON in build/gpu/result.json; exit 1 on any wrong number. Needs the CUDA toolkit, gcc and Python; PyTorch,
-# where it is there, is timed beside.
+# everything as JSON in build/gpu/result.json; exit 1 on any wrong number. Needs the CUDA toolkit, gcc and Python;
+# PyTorch, where it is there, is timed beside.
 # --emulated rehearses it without a GPU, with the emulator and small sizes; its times say nothing.
 set -eu
 cd "$(dirname "$0")/.."

@@ -140,6 +140,7 @@ def check_wide(cubin, source):
         if name in ("decode", "prefill"):
             copies = [load[1] for line in lines if (load := load_bytes(line)) and load[0] == "LDGSTS"]
             assert copies and set(copies) == {16}, f"{kernel} in {cubin.name}: copies of {copies} bytes"
+            assert ("true" in kernel) == any("HMMA.16816" in line for line in lines), f"{kernel} in {cubin.name}: tensor cores"
         elif name == "product":
             two_bits = int(re.search(r"<(\d+)", kernel)[1]) in (10, 11)
             loops = [loop for loop in inner_loops(lines) if re.search(r"IDP\.4A|LDG\.E\.NA\.", "\n".join(loop))]
