@@ -19,7 +19,7 @@
 
 enum {
     WORTH_WAITING = KV_BLOCK,          /* tokens that others compute, from which on a text waits for them */
-    FEW_ROWS = 16,                     /* of prompts in a step beside others' tokens, at least */
+    FEW_ROWS = 4,                      /* of prompts in a step beside others' tokens, at least */
     MOST_BEHIND = 1024,                /* answers that may wait for the one whose turn it is to be written */
     WAIT_MS = 200                      /* that a signal is noticed after, while no line comes */
 };
@@ -113,11 +113,12 @@ static void cost_add(struct cost *c, double rows, double s)
     c->rows_s = c->rows_s * fade + rows * s;
 }
 
-/* Seconds that a row of a forward pass takes more; 0 = not known yet. */
+/* Seconds that a row of a forward pass takes more; 0 = not known yet. Where the steps have had about as many rows each
+ * the slope is chance: at least half of the time is taken to grow with the rows. */
 static double row_seconds(const struct cost *c)
 {
-    double spread = c->n * c->rows2 - c->rows * c->rows;
-    return c->n >= 3 && spread > 0 ? fmax((c->n * c->rows_s - c->rows * c->s) / spread, 0) : 0;
+    double spread = c->n * c->rows2 - c->rows * c->rows, least = c->s / c->rows / 2;
+    return c->n >= 3 ? fmax(spread > 0 ? (c->n * c->rows_s - c->rows * c->s) / spread : 0, least) : 0;
 }
 
 /* Rows of prompts that may join `writing` rows of answers. */
