@@ -872,7 +872,7 @@ template <int G, int HV> struct kind<G, HV, true> {
 
 /* TENSOR: see tensor_takes. */
 template <int G, int HV, bool TENSOR>
-static __global__ void __launch_bounds__(DECODE_WARPS * WARP, G * HV <= 512 ? 3 : 2)
+static __global__ void __launch_bounds__(DECODE_WARPS * WARP, G <= 4 && G * HV <= 512 ? 3 : 2)
 decode_kernel(const __grid_constant__ attention a)
 {
     __shared__ int first[G], last[G];
@@ -1106,8 +1106,10 @@ static __global__ void __launch_bounds__(MASS_WARPS * WARP) mass_kernel(const __
         top[i] = i < n_q ? peak[0] : 0;
     }
     __syncthreads();
-    for (int i = warp; i < n_q; i += MASS_WARPS)
-        ready_query(a, run.row + i / group, head * group + i % group, false, x, q, columns, i);
+    for (int i = warp; i < n_q; i += MASS_WARPS) {
+        ready_query(a, run.row + i / group, head * group + i % group, false, x);
+        put_column(q, columns, i, x, a.head_k);
+    }
     __syncthreads();
     uint64_t *mass = a.mass[row.sequence] + ((size_t)a.layer * a.n_kv + head) * a.mass_rows;
     for (int block = blockIdx.x * MASS_WARPS + warp; block < n_blocks; block += gridDim.x * MASS_WARPS) {

@@ -19,8 +19,9 @@ TYPES = "f32 f16 bf16 fp8 int8 int4".split()
 def tile_bytes(kind, keys):
     """kv_tile_bytes of kvcache.h, for heads of a multiple of 32 channels, 64 or more."""
     codes = HEAD * BLOCK * {"f32": 8, "f16": 4, "bf16": 4, "fp8": 2, "int8": 2, "int4": 1}[kind] // 2
-    scales = {"fp8": 1, "int8": HEAD // 32, "int4": HEAD // 32}.get(kind, 0) * BLOCK * (1 if kind == "int4" else 2)
-    return codes + scales + (2 * HEAD if kind == "int4" and keys else 0)
+    if kind == "int4":
+        return codes + (4 * HEAD if keys else HEAD // 32 * BLOCK)
+    return codes + {"fp8": 1, "int8": HEAD // 32}.get(kind, 0) * BLOCK * 2
 
 
 def least_cache(depth, kind):
@@ -50,6 +51,8 @@ def step(tool, path, depth, kind, first=2):
     before, after = (counters(tool, path, depth=depth, steps=n, k=kind, v=kind, ctx=2 * depth) for n in (first, first + 1))
     out = {"launches": 0, **{label: dict.fromkeys(("requests", "bytes", "sectors", "distinct"), 0) for label in ("weights", "cache", "other")}}
     for kernel, now in after.items():
+        if kernel == "copies to the host":
+            continue
         was = before.get(kernel, {"launches": 0, "reads": {}})
         out["launches"] += now["launches"] - was["launches"]
         for label, sums in now["reads"].items():
@@ -83,9 +86,10 @@ def main():
         path = random_model(f"{folder}/model.gguf", weight="Q4_K", **MODEL)
         print("| cache | launches | weights read / least | their sectors | K, V read / least | their sectors | other reads | KiB | distinct KiB |")
         print("|---|---|---|---|---|---|---|---|---|")
-        for r in table(tool, path, depth):
+        for kind in TYPES:
+            r, = table(tool, path, depth, [kind])
             print(f"| {r['kind']} | {r['launches']} | {r['weights']:.3f} | {r['weight_sectors']:.3f} | {r['cache']:.3f} | {r['cache_sectors']:.3f} "
-                  f"| {r['other_requests']} | {r['other_bytes'] / 1024:.0f} | {r['other_distinct'] / 1024:.0f} |")
+                  f"| {r['other_requests']} | {r['other_bytes'] / 1024:.0f} | {r['other_distinct'] / 1024:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
