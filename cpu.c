@@ -102,25 +102,11 @@ static size_t attend_floats(const struct model *m)
     return (size_t)ATTEND_ROWS * (m->head_k + 2 * m->head_v + 4) + ATTEND_SCRATCH;
 }
 
-static size_t matmul_scratch(const struct cpu *c)
-{
-    size_t most = c->k->scratch_bytes(&c->out);
-    for (int i = 0; i < c->m->n_layer; i++) {
-        const struct cpu_layer *l = &c->layers[i];
-        const struct weight *w[] = { &l->qkv[0], &l->qkv[1], &l->qkv[2], &l->o, &l->gate, &l->up, &l->down };
-        for (int j = 0; j < 7; j++) {
-            size_t n = c->k->scratch_bytes(w[j]);
-            if (n > most) most = n;
-        }
-    }
-    return most;
-}
-
 static void carve_all(struct cpu *c, struct carver *v)
 {
     const struct model *m = c->m;
     size_t rows = c->max_rows, threads = team_size(c->team);
-    size_t scratch = matmul_scratch(c), att = attend_floats(m) * sizeof(float);
+    size_t scratch = c->k->scratch_bytes, att = attend_floats(m) * sizeof(float);
     size_t angles = rows * (m->rope_global.n / 2);
     c->x = carve(v, rows * m->n_embd, sizeof(float));
     c->input = carve(v, rows * widest(m), sizeof(float));

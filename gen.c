@@ -692,7 +692,7 @@ static void print_summary(const struct program *p)
     if (p->o.verbose && kv.bytes_used)
         note(p, "%d pages, %.1f %% of their bytes without a token yet", kv.pages,
              100 * (double)kv.bytes_unfilled / (double)kv.bytes_used);
-    if (kv.bytes_out)
+    if (kv.bytes_slow || kv.bytes_out)
         note(p, "%s of the cache lie in the file of --kv-offload; moved there %s, back %s",
              human_bytes((double)kv.bytes_slow, c), human_bytes((double)kv.bytes_out, a),
              human_bytes((double)kv.bytes_in, b));

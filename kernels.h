@@ -88,10 +88,10 @@ struct kernels {
      * zero; one with an infinity or a NaN gets d = s = NaN, which reaches every output. */
     void (*quantise)(const struct acts *x, int t);
     /* y[(t - t0) * ld + (r - row0)] = W[r] . x[t] for rows [row0, row1) and tokens [t0, t1). `scratch` has
-     * scratch_bytes(w). */
+     * scratch_bytes. */
     void (*matmul)(const struct weight *w, int64_t row0, int64_t row1, const struct acts *x, int t0, int t1,
                    float *y, size_t ld, void *scratch);
-    size_t (*scratch_bytes)(const struct weight *w);
+    size_t scratch_bytes;
 
     /* ---- the rest of a layer (layer.inc) ---- */
     /* out = x / sqrt(mean(x*x) + eps) * w */

@@ -145,7 +145,7 @@ static bool base_open(struct run *r, struct error *e)
     r->base = r->o->base_from ? r->o->base_from : fopen(name, "rbe");
     if (r->o->base_from) rewind(r->base);
     if (!r->base || fstat(fileno(r->base), &st) != 0)
-        return fail(e, GEN_USAGE, "cannot read --kl-base %s: %s", name, strerror(errno));
+        return fail(e, errno == ENOMEM ? GEN_RUN : GEN_USAGE, "cannot read --kl-base %s: %s", name, strerror(errno));
     if (!S_ISREG(st.st_mode)) return fail(e, GEN_USAGE, "--kl-base %s is not a regular file", name);
     if (fread(&h, sizeof h, 1, r->base) != 1 || memcmp(h.magic, magic, sizeof magic) != 0)
         return fail(e, GEN_USAGE, "--kl-base %s is no file that --save-logits wrote", name);

@@ -176,7 +176,7 @@ static double best(struct job base, int threads)
     for (int i = 0; i < threads; i++) {
         jobs[i].row0 = (int64_t)ROWS * i / threads;
         jobs[i].row1 = (int64_t)ROWS * (i + 1) / threads;
-        jobs[i].scratch = aligned_alloc(64, (base.k->scratch_bytes(&base.w) + 63) / 64 * 64);
+        jobs[i].scratch = aligned_alloc(64, (base.k->scratch_bytes + 63) / 64 * 64);
         if (!jobs[i].scratch) exit(1);
     }
     double least = 1e9;

@@ -309,7 +309,7 @@ static void check_product(const struct kernels *k, enum tensor_type type, int ro
 {
     struct weight w = { type, rows, cols, false, random_rows(type, rows, cols) }, packed = w;
     struct acts x = new_acts(tokens, cols);
-    void *scratch = allocate(1, k->scratch_bytes(&w));
+    void *scratch = allocate(1, k->scratch_bytes);
     if (type_info(type)->block > 1)
         for (int t = 0; t < tokens; t++) k->quantise(&x, t);
     size_t n = (size_t)rows * tokens;
@@ -466,7 +466,7 @@ static void test_not_finite(void **unused)
         for (int j = 0; j < N_QUANTISED; j++) {
             struct weight w = { quantised[j], ROWS, K, false, random_rows(quantised[j], ROWS, K) };
             struct acts x = new_acts(TOKENS, K);
-            void *scratch = allocate(1, k->scratch_bytes(&w));
+            void *scratch = allocate(1, k->scratch_bytes);
             ((float *)x.f)[1 * K + 100] = NAN;
             ((float *)x.f)[3 * K + 300] = -INFINITY;
             for (int t = 0; t < TOKENS; t++) k->quantise(&x, t);

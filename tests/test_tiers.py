@@ -1,11 +1,12 @@
 """--kv-memory, --kv-offload, --no-share: pages in memory and in a file, with the same bits."""
 import json
+import re
 
 import pytest
 from conftest import GEN, run_program
 
 CACHE = 70_000                          # bytes: less than the text below needs, in each type
-COMMON = ["--json", "-q", "--temp", "0", "--ignore-eos", "-n", "120", "-c", "512", "-p", "abc " * 60]
+COMMON = ["--json", "-s", "1", "--temp", "0", "--ignore-eos", "-n", "120", "-c", "512", "-p", "abc " * 60]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,9 @@ def model(mkfix):
 def test_the_same_bits_beyond_memory(gen, model, tmp_path, more):
     whole = json.loads(gen.ok("-m", model, *COMMON, *more).text)
     for size in (1, CACHE):
-        part = json.loads(gen.ok("-m", model, *COMMON, *more, "--kv-memory", str(size), "--kv-offload", tmp_path).text)
+        r = gen.ok("-m", model, *COMMON, *more, "--kv-memory", str(size), "--kv-offload", tmp_path)
+        part, told = json.loads(r.text), re.search(r"([\d.]+) (kB|MB) of the cache lie in the file of --kv-offload", r.err)
+        assert told and float(told[1]) > 0, r.err
         assert part["logits_sha256"] == whole["logits_sha256"] and part["text"] == whole["text"]
         assert part["kv"]["bytes_reserved"] <= CACHE < whole["kv"]["bytes_reserved"]
     assert list(tmp_path.iterdir()) == []
