@@ -199,7 +199,8 @@ static __device__ inline int scores_of(const unsigned char *tile, int head_k, co
     constexpr int N = code<T>::N, L = WARP / N;        /* words of a channel: lanes that share it */
     constexpr bool by_token = T >= KV_FP8 && T != KV_INT4, by_channel = T == KV_INT4;
     int lane = threadIdx.x % WARP, w = lane % L, c = lane / L;
-    const uint16_t *steps = (const uint16_t *)tile;
+    const uint16_t *zeros = (const uint16_t *)tile;
+    const unsigned char *steps = tile + 2 * head_k;
     const unsigned char *scales = tile + kv_step_bytes((kv_type)T, head_k, true);
     const unsigned char *codes = scales + kv_scale_bytes((kv_type)T, head_k, true);
     int n_blocks = by_token ? kv_blocks((kv_type)T, head_k, true) : 1;
@@ -219,8 +220,8 @@ static __device__ inline int scores_of(const unsigned char *tile, int head_k, co
             float k[N], x[G];
             code<T>::get(*(const uint32_t *)(codes + (size_t)(d * L + w) * 4), k);
             load_floats<G>(q + d * q_stride, x);
-            float step = by_channel ? half_to_float(steps[d]) : 1;
-            float zero = by_channel ? half_to_float(steps[head_k + d]) : 0;
+            float step = by_channel ? kv_small_scale(steps[d]) : 1;
+            float zero = by_channel ? half_to_float(zeros[d]) : 0;
             UNROLL
             for (int i = 0; i < N; i++) k[i] = by_channel ? fmaf(k[i], step, zero) : by_token ? k[i] * scale[i] : k[i];
             UNROLL
@@ -705,7 +706,7 @@ static __device__ inline int code_int4(float x, float inverse)
     return (int)(q < 7 ? q : 7);
 }
 
-/* Channel d of int4 keys: 16 codes from its least value to its largest. raw: its 32 tokens. */
+/* Channel d of int4 keys, as the CPU's seal_by_channel does it. raw: its 32 tokens. */
 static __device__ void seal_channel(const uint16_t *raw, unsigned char *tile, int n, int d)
 {
     float low = INFINITY, high = -INFINITY, sum = 0;
@@ -715,14 +716,16 @@ static __device__ void seal_channel(const uint16_t *raw, unsigned char *tile, in
         high = x > high ? x : high;
         sum += x * 0;
     }
-    uint16_t step = float_to_half((high - low) / 15), zero = float_to_half(low + 8 * half_to_float(step) + sum);
-    float inverse = half_to_float(step) > 0 && sum == 0 ? 1 / half_to_float(step) : 0;
+    uint8_t code = kv_to_small_scale(sum == 0 ? (high - low) / 15.5f : 0);
+    float step = kv_small_scale(code), inverse = 1 / step;
+    bool odd = sum == 0 && (high - low) * inverse >= 14.5f;            /* 15 steps from end to end, or at most 14 */
+    uint16_t zero = float_to_half((low + high + (odd ? step : 0)) / 2 + sum);
     unsigned char *codes = tile + kv_step_bytes(KV_INT4, n, true) + 16 * d;
-    ((uint16_t *)tile)[d] = step;
-    ((uint16_t *)tile)[n + d] = zero;
+    ((uint16_t *)tile)[d] = zero;
+    tile[2 * n + d] = code;
     for (int t = 0; t < KV_BLOCK / 2; t++) {
-        int p = inverse > 0 ? code_int4(half_to_float(raw[t]) - half_to_float(zero), inverse) : 0;
-        int q = inverse > 0 ? code_int4(half_to_float(raw[t + 16]) - half_to_float(zero), inverse) : 0;
+        int p = sum == 0 ? code_int4(half_to_float(raw[t]) - half_to_float(zero), inverse) : 0;
+        int q = sum == 0 ? code_int4(half_to_float(raw[t + 16]) - half_to_float(zero), inverse) : 0;
         codes[t] = (uint8_t)((p & 15) | (q & 15) << 4);
     }
 }

@@ -146,7 +146,7 @@ void sequence_prefetch(const struct sequence *s);
  * a sequence does without them. */
 enum { KV_ALL_PARTS = (1 << KV_GROUPS) - 1 };
 /* Raised whenever the numbers that a forward pass writes to the cache change. */
-enum { KV_NUMERICS = 2 };
+enum { KV_NUMERICS = 3 };
 /* Key that block 0's is chained to (kv_block_key): SHA-256 over all that the numbers depend on. `model` is the
  * fingerprint of the model file. */
 void engine_root_key(const struct engine *g, const uint8_t model[KV_KEY], uint8_t key[KV_KEY]);

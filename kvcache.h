@@ -16,8 +16,8 @@
  *   int4     K [head][16], V [16][head]: a byte's low nibble is token u = 0..15, its high nibble token u + 16.
  *   scales   [blocks][32]: one per token and block of channels (kv_blocks), f16; int4 values: one byte, see
  *            kv_small_scale. int4 keys have none.
- *   steps    [2][head] f16, int4 keys only: a channel's step, and its value of code 0. Channels of keys differ more
- *            from each other than tokens do (Liu et al. 2024, "KIVI").
+ *   steps    int4 keys only: [head] a channel's value of code 0, f16, then [head] its step, one byte, see
+ *            kv_small_scale. Channels of keys differ more from each other than tokens do (Liu et al. 2024, "KIVI").
  *
  * Keys are stored after RoPE at their absolute position and are never turned again. Rows of the types below f16 are
  * kept in a rotated basis (Hadamard, per head), which spreads outlier channels over all: queries are rotated likewise,
@@ -61,11 +61,18 @@ KV_INLINE int kv_blocks(enum kv_type t, int head, bool keys)
     return !kv_rotated(t, keys) ? 0 : t == KV_FP8 || head < 64 ? 1 : head / 32;
 }
 
-/* Scales of int4 values: 5 bits of exponent and 3 of mantissa, as the top bits of a float (about 3e-5 to 1.2e5). */
+/* Scales and steps of int4: 5 bits of exponent and 3 of mantissa, as the top bits of a float (about 3e-5 to 1.2e5). */
 KV_INLINE float kv_small_scale(uint8_t s)
 {
     union { uint32_t u; float f; } x = { ((uint32_t)s << 20) + (112u << 23) };
     return x.f;
+}
+/* The least of them that is not below x, or the largest; x >= 0. */
+KV_INLINE uint8_t kv_to_small_scale(float x)
+{
+    union { float f; uint32_t u; } bits = { x };
+    uint32_t least = 112u << 3, s = (bits.u + 0xfffff) >> 20;
+    return s < least ? 0 : s > least + 255 ? 255 : (uint8_t)(s - least);
 }
 
 /* Shape of the pages of one layer group: fixed for a run. */
@@ -80,7 +87,7 @@ struct kv_shape {
 /* Bytes in front of a tile's codes. */
 KV_INLINE size_t kv_step_bytes(enum kv_type t, int head, bool keys)
 {
-    return t == KV_INT4 && keys ? 4 * (size_t)head : 0;
+    return t == KV_INT4 && keys ? (3 * (size_t)head + 3) & ~(size_t)3 : 0;
 }
 KV_INLINE size_t kv_scale_bytes(enum kv_type t, int head, bool keys)
 {
