@@ -52,8 +52,8 @@ bool conversation_add(struct conversation *c, const char *role, const char *text
 bool conversation_add_list(struct conversation *c, const struct json_t *messages, struct error *e);
 /* The messages as JSON, as chat_read_messages takes them. */
 bool conversation_json(const struct conversation *c, struct bytes *out, struct error *e);
-/* Adds a list as conversation_add_list does. `tokens` are those that a conversation of these messages had: its replies get
- * their ids back from there. */
+/* Adds a list as conversation_add_list does. `tokens` are those that a conversation of these messages had: its replies
+ * get their ids back from there. */
 bool conversation_add_known(struct conversation *c, const struct json_t *messages, const int32_t *tokens, size_t n,
                             struct error *e);
 /* Puts the system message in front, instead of the one that is there; n = 0 takes it away. */

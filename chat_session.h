@@ -20,8 +20,9 @@ struct chat_session {
     struct sequence *sequence;         /* of the engine: the chat's */
     int64_t ctx;                       /* tokens of context */
     int sinks;                         /* when it is full, the oldest tokens but so many go; 0 = then replies end */
-    /* Keep the sequence's cache, the messages (JSON) and the tokens (which begin with the sequence's) in a file; take them from one, as far as they fit: then the
-     * sequence holds blocks of *tokens. *note is told to the user, or empty. */
+    /* Keep the sequence's cache, the messages (JSON) and the tokens (which begin with the sequence's) in a file; take
+     * them from one, as far as they fit: then the sequence holds blocks of *tokens. *note is told to the user, or
+     * empty. */
     bool (*save)(void *user, const char *path, const struct bytes *messages, const struct ids *tokens, struct error *e);
     bool (*load)(void *user, const char *path, struct bytes *messages, struct ids *tokens, char note[500],
                  struct error *e);

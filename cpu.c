@@ -52,7 +52,7 @@ struct cpu {
     float *qkv, *att, *proj, *gate, *up;           /* [rows][..] outputs of products, and the attention's */
     float *logits;                     /* [LOGIT_ROWS][n_vocab] */
     float *gathered;                   /* [ranks][..] by rank: one row's logits, or all rows' states */
-    float *states;                     /* [rows][n_head]: m, l, o[head_v] of attention to the own tokens; by_token only */
+    float *states;                     /* [rows][n_head]: m, l, o[head_v] of attention to own tokens; by_token only */
     struct tile *tiles;
     int *wanted;                       /* [LOGIT_ROWS] rows of the batch */
     float *part;                       /* results of parts: see part_at */
@@ -897,7 +897,7 @@ static void last_norm_piece(struct cpu *c, int r, int thread)
     norm_input(c, r, c->x + (size_t)c->wanted[r] * c->m->n_embd, c->out_norm);
 }
 
-/* ---- between ranks ------------------------------------------------------------------------------------------------ */
+/* ---- between ranks ----------------------------------------------------------------------------------------------- */
 
 static int ranks_pieces(const struct cpu *c) { return c->comm != NULL; }
 static int heads_pieces(const struct cpu *c) { return c->comm && !c->m->by_token; }

@@ -156,8 +156,8 @@ static bool make_plan(const struct model *m, const struct engine_options *o, str
         return fail(e, GEN_USAGE, "--kv-offload moves pages, which --kv-layout contiguous has not: use paged");
     if (!plan_pools(m, &alone, p, e)) return false;
     if (o->kv_memory && !o->kv_offload && plan_bytes(p, &bytes) && bytes > o->kv_memory)
-        return fail(e, GEN_USAGE, "the cache of %lld tokens needs %zu bytes, more than --kv-memory %zu: lower --ctx-size "
-                    "or --batch-size, choose smaller types with -ctk and -ctv, or add --kv-offload",
+        return fail(e, GEN_USAGE, "the cache of %lld tokens needs %zu bytes, more than --kv-memory %zu: lower "
+                    "--ctx-size or --batch-size, choose smaller types with -ctk and -ctv, or add --kv-offload",
                     (long long)p->seen, bytes, o->kv_memory);
     return plan_pools(m, o, p, e);
 }
@@ -483,7 +483,7 @@ static int64_t resumable(const struct sequence *s, int64_t n)
     for (int i = 0; i < KV_GROUPS; i++) {
         int64_t first = kv_window_range(n, g->sinks[i], g->window[i]).first, page = n - n % g->main[i].shape.page_size;
         int64_t sinks = n < g->sinks[i] ? n : g->sinks[i];
-        bool start = n > 0 && (sinks > 0 || first < KV_BLOCK);         /* block 0 is seen, raw where there are raw rows */
+        bool start = n > 0 && (sinks > 0 || first < KV_BLOCK);     /* block 0 is seen, raw where there are raw rows */
         if (!g->main[i].n_pages) continue;
         if ((first < n && first < s->dropped_main[i]) || !kv_table_holds(&s->raw[i], &g->raw[i], 0, start) ||
             !kv_table_holds(&s->main[i], &g->main[i], 0, sinks) ||
@@ -547,7 +547,7 @@ static void drop_unreachable(struct sequence *s)
     }
 }
 
-/* ---- the index ---------------------------------------------------------------------------------------------------- */
+/* ---- the index --------------------------------------------------------------------------------------------------- */
 
 /* Keys of the blocks of tokens[0..n) that have none yet; those of the sequence's own tokens stay. */
 static void make_keys(struct sequence *s, const int32_t *tokens, int64_t n)
@@ -587,8 +587,8 @@ static int32_t known_page(const struct sequence *s, const struct kv_pool *p, con
     return kv_index_find(p, page_key(s, p, k), tokens + k * p->shape.page_size);
 }
 
-/* How many of tokens[0..n) the index has what it takes to go on after: in each group all pages up to there that the next
- * row sees. The keys are made. */
+/* How many of tokens[0..n) the index has what it takes to go on after: in each group all pages up to there that the
+ * next row sees. The keys are made. */
 static int64_t known(const struct sequence *s, const int32_t *tokens, int64_t n)
 {
     const struct engine *g = s->g;
@@ -984,13 +984,14 @@ bool engine_forward(struct engine *g, const struct work *w, int n, struct error 
 
 int engine_rows(const struct engine *g) { return g->max_rows; }
 
-/* ---- room --------------------------------------------------------------------------------------------------------- */
+/* ---- room -------------------------------------------------------------------------------------------------------- */
 
 size_t engine_bytes_for(const struct engine *g, int64_t n)
 {
     size_t bytes = 0;
     for (int i = 0; i < KV_GROUPS; i++) {
-        int64_t page = g->main[i].shape.page_size, most = g->main[i].n_fast / g->o.max_sequences, pages = (n + page - 1) / page;
+        int64_t page = g->main[i].shape.page_size, pages = (n + page - 1) / page;
+        int64_t most = g->main[i].n_fast / g->o.max_sequences;
         int64_t raw = g->raw[i].n_pages ? (n + KV_BLOCK - 1) / KV_BLOCK : 0;
         bytes += (size_t)(pages < most ? pages : most) * kv_page_bytes(&g->main[i].shape);
         bytes += (size_t)(raw < 4 ? raw : 4) * kv_page_bytes(&g->raw[i].shape);
@@ -1108,7 +1109,10 @@ bool sequence_fork(struct sequence **out, const struct sequence *from, struct er
 
 /* ---- blocks ------------------------------------------------------------------------------------------------------ */
 
-static void hash_text(struct sha256_ctx *c, const char *text) { sha256_update(c, strlen(text) + 1, (const void *)text); }
+static void hash_text(struct sha256_ctx *c, const char *text)
+{
+    sha256_update(c, strlen(text) + 1, (const void *)text);
+}
 
 static void hash_rope(struct sha256_ctx *c, const struct rope *r)
 {

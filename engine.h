@@ -45,8 +45,8 @@ const struct backend *engine_backend(const struct engine *g);
 const char *engine_note(const struct engine *g);
 
 /* With a model in parts, rank 0 uses the engine as ever. The other ranks wait for the options that its engine_open is
- * called with (false: there will be none, by ranks_tell of nothing), call engine_open with these and the same model's part,
- * and compute their parts in engine_serve until rank 0 closes its engine. */
+ * called with (false: there will be none, by ranks_tell of nothing), call engine_open with these and the same model's
+ * part, and compute their parts in engine_serve until rank 0 closes its engine. */
 bool engine_wait(struct comm *comm, struct engine_options *o);
 bool engine_serve(struct engine *g, struct error *e);
 
@@ -74,11 +74,10 @@ void sequence_close(struct sequence *s);
  * logits. Returns how many. Worth asking again while another sequence computes the same text. */
 int64_t sequence_reuse(struct sequence *s, const int32_t *tokens, int64_t n);
 
-/* Makes the cache hold exactly tokens[0..n): what sequence_reuse finds is kept, the rest is dropped, the missing rows are
- * computed in chunks, and the logits of row n-1 are ready afterwards (that row is computed again if need be).
+/* Makes the cache hold exactly tokens[0..n): what sequence_reuse finds is kept, the rest is dropped, the missing rows
+ * are computed in chunks, and the logits of row n-1 are ready afterwards (that row is computed again if need be).
  * *reused (may be NULL) = rows that were kept. n >= 1. Stopped early (*stop becomes non-zero, stop may be NULL): true,
- * but logits are NULL.
- * Errors: GEN_USAGE when n exceeds the context (both numbers), GEN_RUN. */
+ * but logits are NULL. Errors: GEN_USAGE when n exceeds the context (both numbers), GEN_RUN. */
 bool sequence_sync(struct sequence *s, const int32_t *tokens, int64_t n, int64_t *reused,
                    const volatile int *stop, struct error *e);
 
@@ -127,7 +126,7 @@ int64_t sequence_length(const struct sequence *s);
 int64_t sequence_evicted(const struct sequence *s);
 const int32_t *sequence_tokens(const struct sequence *s);
 
-/* ---- room: for a scheduler ---------------------------------------------------------------------------------------- */
+/* ---- room: for a scheduler --------------------------------------------------------------------------------------- */
 
 /* Bytes of pages that a sequence of n tokens needs when it shares none; and those in memory that can be had without
  * taking any from a sequence that is not parked. */
@@ -135,15 +134,15 @@ size_t engine_bytes_for(const struct engine *g, int64_t n);
 size_t engine_room(const struct engine *g);
 /* Bytes that the sequence would need beyond what it has, to hold n tokens. */
 size_t sequence_bytes_to(const struct sequence *s, int64_t n);
-/* The sequence is not used for now: its pages are the first to leave memory. A forward pass with it ends this, and brings
- * back what there is room for; sequence_prefetch, a step before, has the system read ahead. */
+/* The sequence is not used for now: its pages are the first to leave memory. A forward pass with it ends this, and
+ * brings back what there is room for; sequence_prefetch, a step before, has the system read ahead. */
 void sequence_park(struct sequence *s);
 void sequence_prefetch(const struct sequence *s);
 
-/* ---- blocks: keys and values of KV_BLOCK tokens in all layers, whatever the layout and the page size; for a store --- */
+/* ---- blocks: keys and values of KV_BLOCK tokens in all layers, whatever the layout and the page size; for a store  */
 
-/* A block's parts are those of the layer groups: bit i stands for group i. Windows make parts of old blocks go away, and
- * a sequence does without them. */
+/* A block's parts are those of the layer groups: bit i stands for group i. Windows make parts of old blocks go away,
+ * and a sequence does without them. */
 enum { KV_ALL_PARTS = (1 << KV_GROUPS) - 1 };
 /* Raised whenever the numbers that a forward pass writes to the cache change. */
 enum { KV_NUMERICS = 3 };
@@ -165,11 +164,11 @@ bool sequence_write_block(struct sequence *s, const int32_t tokens[KV_BLOCK], co
 
 /* ---- a store of blocks (kvstore.h) ------------------------------------------------------------------------------- */
 
-/* From now on sequence_sync and sequence_begin take blocks from the store and have those of prompts put there (NULL = no
- * more). `root` is engine_root_key's. Errors: GEN_RUN for memory. */
+/* From now on sequence_sync and sequence_begin take blocks from the store and have those of prompts put there (NULL =
+ * no more). `root` is engine_root_key's. Errors: GEN_RUN for memory. */
 bool engine_use_store(struct engine *g, struct kvstore *k, const uint8_t root[KV_KEY], struct error *e);
-/* For those who compute a prompt by engine_forward: the sequence holds a part of tokens[0..n), and now what the store has
- * of it, too, but for the last token. The rest is put there as it is computed. */
+/* For those who compute a prompt by engine_forward: the sequence holds a part of tokens[0..n), and now what the store
+ * has of it, too, but for the last token. The rest is put there as it is computed. */
 void sequence_begin(struct sequence *s, const int32_t *tokens, int64_t n);
 /* Appends blocks of tokens[0..n), which go on what the sequence holds, as far as the store has what is needed to go on
  * after them. */

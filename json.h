@@ -15,8 +15,8 @@ struct json_t *json_read(const char *text, size_t n, const char *what, struct er
 bool json_add(struct bytes *out, const struct json_t *value, struct error *e);
 /* The same with a line end; the value is freed. */
 bool json_line(struct bytes *out, struct json_t *value, struct error *e);
-/* Adds a value, which may be NULL for memory that was out, to an object or array. When that fails the whole is given up:
- * freed and NULL, to which nothing can be added. */
+/* Adds a value, which may be NULL for memory that was out, to an object or array. When that fails the whole is given
+ * up: freed and NULL, to which nothing can be added. */
 void json_put(struct json_t **object, const char *name, struct json_t *value);
 void json_push(struct json_t **array, struct json_t *value);
 /* Any bytes as a string: what is not UTF-8 becomes U+FFFD. NULL when memory is out. */

@@ -61,7 +61,7 @@ bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, 
     double most = kv_token_bytes(shape) * shape->page_size * n_pages * (memory->folder ? 2 : 1);
     if (most > (double)PTRDIFF_MAX - 2 * (double)page || n_pages > INT32_MAX / 2 - 1)
         return fail(e, GEN_RUN, "the KV cache is too large to address: lower --ctx-size");
-    size_t start = (page * (size_t)n_pages + unit - 1) / unit * unit;  /* the file's part starts at a page of the system */
+    size_t start = (page * (size_t)n_pages + unit - 1) / unit * unit;  /* the file's part starts at a system page */
     int first_slow = memory->folder ? (int)((start + page - 1) / page) : n_pages;
     p->n_fast = p->most_idle = n_pages;
     p->first_slow = first_slow;

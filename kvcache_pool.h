@@ -22,7 +22,8 @@ void kv_index_forget(struct kv_pool *p, int32_t page);               /* an idle 
 void kv_index_rename(struct kv_pool *p, int32_t from, int32_t to);   /* `to` takes the place of `from` */
 
 /* ---- kvcache_tier.c */
-bool kv_file_open(struct kv_pool *p, size_t start, struct error *e); /* start: where in the pool the file's part begins */
+/* start: where in the pool the file's part begins. */
+bool kv_file_open(struct kv_pool *p, size_t start, struct error *e);
 /* A free page, in memory if that can be had: idle pages make room first, then parked tables, then the oldest pages of
  * the others. -1 = none. */
 int32_t kv_page_take(struct kv_pool *p);

@@ -25,9 +25,11 @@ bool kv_file_open(struct kv_pool *p, size_t start, struct error *e)
         p->file = mkostemp(path, O_CLOEXEC);
         if (p->file >= 0) unlink(path);
     }
-    if (p->file < 0) return fail(e, GEN_USAGE, "--kv-offload %s: no file can be made there: %s", folder, strerror(errno));
+    if (p->file < 0)
+        return fail(e, GEN_USAGE, "--kv-offload %s: no file can be made there: %s", folder, strerror(errno));
     void *at = mmap(p->base + start, p->reserved - start, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, p->file, 0);
-    return at != MAP_FAILED || fail(e, GEN_RUN, "--kv-offload %s: the file cannot be mapped: %s", folder, strerror(errno));
+    return at != MAP_FAILED
+        || fail(e, GEN_RUN, "--kv-offload %s: the file cannot be mapped: %s", folder, strerror(errno));
 }
 
 /* Where in the file a page ends. */
@@ -156,7 +158,7 @@ void kv_table_prefetch(const struct kv_table *t, const struct kv_pool *p)
     size_t unit = (size_t)sysconf(_SC_PAGESIZE), bytes = kv_page_bytes(&p->shape);
     if (p->file < 0) return;
     for (int i = 0, end; i < t->n; i = end) {
-        for (end = i + 1; end < t->n && t->pages[end] == t->pages[end - 1] + 1; ) end++;       /* neighbours in one call */
+        for (end = i + 1; end < t->n && t->pages[end] == t->pages[end - 1] + 1; ) end++;    /* neighbours in one call */
         if (t->pages[i] < p->first_slow) continue;
         size_t from = (size_t)t->pages[i] * bytes / unit * unit, to = (size_t)(t->pages[end - 1] + 1) * bytes;
         madvise(p->base + from, to - from, MADV_WILLNEED);

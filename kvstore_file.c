@@ -142,7 +142,8 @@ static bool load(struct file *f, struct error *e)
     size_t tokens = h.n_tokens * sizeof *f->tokens, entries = h.n_blocks * sizeof *f->table, tail = st.st_size - h.tail;
     char *data = alloc_zeroed(tail, 1, "the cache file's tail", e);
     bool ok = data != NULL;
-    ok = ok && (read_all(f->fd, data, tail, h.tail) || fail(e, GEN_RUN, "cannot read %s: %s", f->path, strerror(errno)));
+    ok = ok && (read_all(f->fd, data, tail, h.tail)
+                || fail(e, GEN_RUN, "cannot read %s: %s", f->path, strerror(errno)));
     if (ok && sum_of(data, tail) != h.tail_sum) ok = damaged(f, "its last part's checksum is wrong", e);
     f->tokens = ok ? alloc_zeroed(h.n_tokens, sizeof *f->tokens, "the cache file's tokens", e) : NULL;
     f->table = ok ? alloc_zeroed(h.n_blocks, sizeof *f->table, "the cache file's table", e) : NULL;

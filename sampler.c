@@ -570,7 +570,8 @@ int32_t sampler_pick(struct sampler *s, const float *logits, uint64_t index, con
     if (one_is_left(o))
         return best_token(s, x);
     struct random r = random_at(o->seed, index);
-    return o->typical_p < 1 || (o->top_k > 0 && o->top_k < s->n) ? pick_from_list(s, x, &r) : pick_by_rejection(s, x, &r);
+    bool list = o->typical_p < 1 || (o->top_k > 0 && o->top_k < s->n);
+    return list ? pick_from_list(s, x, &r) : pick_by_rejection(s, x, &r);
 }
 
 void sampler_logprobs(struct sampler *s, const float *logits, int32_t token, float *logprob,

@@ -8,8 +8,8 @@ struct team;
 
 enum { TEAM_PIECES = 4000000 };        /* most pieces of a phase */
 
-/* Work comes in phases, whose pieces, 0 to n-1, may be done by any thread in any order. `thread` is the thread's number,
- * 0 the caller's. */
+/* Work comes in phases, whose pieces, 0 to n-1, may be done by any thread in any order. `thread` is the thread's
+ * number, 0 the caller's. */
 typedef void team_piece(void *user, int piece, int thread);
 /* What follows a phase all of whose pieces are done: the number of pieces of the next one, 0 when the work is over.
  * One thread calls it, and nothing else runs meanwhile. */
