@@ -730,6 +730,20 @@ static void next_block(const struct engine *g, struct kvstore_block *b, const in
     kv_block_key(b->parent, b->tokens, b->key);
 }
 
+/* A block's data and parts as sequence_read_block gives them: where it lies, or copied to `room`. */
+static const void *block_data(const struct sequence *s, int64_t block, void *room, unsigned *parts)
+{
+    const struct engine *g = s->g;
+    const struct kv_table *t = &s->main[KV_GLOBAL];
+    int64_t pos = block * KV_BLOCK;
+    bool one = !g->main[KV_LOCAL].n_pages && !g->raw[KV_GLOBAL].n_pages && !s->gone && comm_size(g->o.comm) == 1
+            && (pos >= s->dropped_main[KV_GLOBAL] || pos < g->sinks[KV_GLOBAL])
+            && kv_table_holds(t, &g->main[KV_GLOBAL], pos, pos + KV_BLOCK);
+    const void *at = one ? kv_block_at(t, &g->main[KV_GLOBAL], pos) : NULL;
+    *parts = at ? 1u << KV_GLOBAL : sequence_read_block(s, block, room);
+    return at ? at : room;
+}
+
 /* Puts the blocks after *b of the first n tokens into the store, but those that are there with all parts. */
 static void put_blocks(const struct sequence *s, struct kvstore *k, struct kvstore_block *b, int64_t n)
 {
@@ -739,10 +753,9 @@ static void put_blocks(const struct sequence *s, struct kvstore *k, struct kvsto
     while ((b->index + 2) * KV_BLOCK <= n) {
         next_block(g, b, s->tokens);
         if (!(engine_block_needs(g, b->index, (b->index + 1) * KV_BLOCK) & ~k->find(k, b))) continue;
-        void *room = g->blocks + (size_t)have * g->block_bytes;
-        b->parts = sequence_read_block(s, b->index, room);
-        b->data = room;
+        b->data = block_data(s, b->index, g->blocks + (size_t)have * g->block_bytes, &b->parts);
         b->bytes = engine_block_bytes(g, b->index, b->parts);
+        if (!b->parts) continue;
         some[have++] = *b;
         if (have == g->n_blocks) k->put(k, some, have), have = 0;
     }

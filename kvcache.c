@@ -268,6 +268,12 @@ void kv_block_write(const struct kv_table *t, const struct kv_pool *p, int64_t p
     copy_block(t, p, pos, NULL, in);
 }
 
+const void *kv_block_at(const struct kv_table *t, const struct kv_pool *p, int64_t pos)
+{
+    bool whole = p->shape.page_size == KV_BLOCK && !p->memory->device;
+    return whole ? kv_page_at(p, t->pages[pos / KV_BLOCK]) : NULL;
+}
+
 void kv_block_key(const uint8_t before[KV_KEY], const int32_t tokens[KV_BLOCK], uint8_t key[KV_KEY])
 {
     struct sha256_ctx c;

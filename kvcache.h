@@ -311,6 +311,8 @@ void kv_table_close(struct kv_table *t, struct kv_pool *p);
 size_t kv_block_bytes(const struct kv_shape *s);
 bool kv_block_read(const struct kv_table *t, const struct kv_pool *p, int64_t pos, void *out);
 void kv_block_write(const struct kv_table *t, const struct kv_pool *p, int64_t pos, const void *in);
+/* The block where it lies, if it does so in this order and in this process's memory; else NULL. */
+const void *kv_block_at(const struct kv_table *t, const struct kv_pool *p, int64_t pos);
 
 /* Key of a block: SHA-256 over the key of the block before it (of the first: a key that stands for all else that the
  * block's numbers depend on) and its tokens. */
