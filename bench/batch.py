@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Measures gen --batch: 64 prompts of mixed length, 128 tokens each, beside llama.cpp's llama-batched-bench at the same
-mean length, and beside gen one prompt at a time; then the same with 1,000 tokens that all prompts begin with.
+mean length, and beside gen one prompt at a time; then with a tenth of the memory that the caches need, the rest in a file;
+then with 1,000 tokens that all prompts begin with.
 
-  batch.py --model FILE --text FILE [--gen ./gen] [--peer DIR] [--lines 64] [--parts mixed,peer,shared]
+  batch.py --model FILE --text FILE [--gen ./gen] [--peer DIR] [--lines 64] [--parts mixed,tier,peer,shared]
 
 llama-batched-bench computes its prompts and tokens in step, without sampling and without anything to read or write; it
 is run with flash attention on and off, and its best counts. All times are without the loading of the model."""
@@ -74,12 +75,13 @@ def main():
     p.add_argument("--tokens", type=int, default=128)
     p.add_argument("--parallel", default="16")
     p.add_argument("--peer-parallel", default="16")
-    p.add_argument("--parts", default="mixed,peer,shared")
+    p.add_argument("--budget", default="9M", help="memory for the caches in the part `tier`")
+    p.add_argument("--parts", default="mixed,tier,peer,shared")
     o = p.parse_args()
     text = pathlib.Path(o.text).read_text()
     parts = o.parts.split(",")
     print("| | time | tokens/s | times | |\n|---|---|---|---|---|")
-    if "mixed" in parts or "peer" in parts:
+    if {"mixed", "tier", "peer"} & set(parts):
         lines = list(prompts(text, o.lines))
         s = gen(o, lines, "-np", o.parallel)
         length = round(s["prompt_tokens"] / o.lines)
@@ -87,6 +89,11 @@ def main():
         if "mixed" in parts:
             one = gen(o, lines, "-np", "1")
             row("gen -np 1", one["seconds"], s["seconds"], o)
+        if "tier" in parts:
+            t = gen(o, lines, "-np", o.parallel, "--kv-memory", o.budget, "--kv-offload", "host")
+            row(f"gen -np {o.parallel} --kv-memory {o.budget}", t["seconds"], s["seconds"], o,
+                f"{t['bytes_out'] / 1e6:.0f} MB written to the file, {t['bytes_in'] / 1e6:.0f} MB read, {t['given_up']} times a "
+                "sequence gave its pages up")
         for n in o.peer_parallel.split(",") if "peer" in parts else []:
             row(f"llama.cpp, {n} x {length} tokens", peer(o, length, int(n)), s["seconds"], o)
     if "shared" in parts:
