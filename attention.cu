@@ -1081,7 +1081,7 @@ static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(co
 
 /* ---- importance eviction ----------------------------------------------------------------------------------------- */
 
-enum { MASS_WARPS = 4, MASS_EACH = 8 };
+enum { MASS_WARPS = 4, MASS_EACH = 4 };
 
 static __host__ __device__ inline int mass_columns(int n_q) { return (n_q + MASS_EACH - 1) / MASS_EACH * MASS_EACH; }
 
