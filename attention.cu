@@ -37,15 +37,20 @@ enum { DECODE_WARPS = 4, PREFILL_WARPS = 8, PREFILL_EACH = PREFILL_QUERIES / PRE
 
 /* ---- where tiles are --------------------------------------------------------------------------------------------- */
 
+static __device__ inline unsigned char *page_at(const kv_store &s, int32_t page)
+{
+    return page < s.first_slow ? s.base + (size_t)page * s.page_bytes : s.slow + (size_t)(page - s.first_slow) * s.page_bytes;
+}
+
 /* Keys of `block` (32 tokens), KV head `head`; the values lie at values_of(). */
 static __device__ inline unsigned char *keys_at(const kv_store &s, int layer, int head, int32_t page, int block)
 {
-    return s.base + (size_t)page * s.page_bytes + layer * s.layer_bytes
+    return page_at(s, page) + layer * s.layer_bytes
          + ((size_t)head * s.page_tiles + block % s.page_tiles) * s.k_tile;
 }
 static __device__ inline unsigned char *values_at(const kv_store &s, int layer, int head, int32_t page, int block)
 {
-    return s.base + (size_t)page * s.page_bytes + layer * s.layer_bytes + (size_t)s.n_kv * s.page_tiles * s.k_tile
+    return page_at(s, page) + layer * s.layer_bytes + (size_t)s.n_kv * s.page_tiles * s.k_tile
          + ((size_t)head * s.page_tiles + block % s.page_tiles) * s.v_tile;
 }
 

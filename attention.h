@@ -17,6 +17,8 @@ struct kv_store {
     int n_kv, page_tiles;              /* heads; tiles of one head in a page */
     int k_tile, v_tile;                /* bytes */
     enum kv_type type_k, type_v;
+    unsigned char *slow;               /* page first_slow and those after it, in the host's memory */
+    int first_slow;
 };
 
 /* What changes from step to step lies in device memory, so that a recorded step can be played again. */

@@ -834,7 +834,7 @@ bool batch_describe(struct bytes *out, const struct batch_status *s, bool json, 
                                 s->most_pages, (double)s->shared / 1e6, s->waste * 100);
         if (s->given_up) ok = ok && bytes_printf(out, "; %lld times a sequence gave its pages up, %lld rows computed "
                                                  "again", (long long)s->given_up, (long long)s->repeated);
-        if (s->kv.bytes_out) ok = ok && bytes_printf(out, "; %.1f MB written to the file, %.1f MB read",
+        if (s->kv.bytes_out) ok = ok && bytes_printf(out, "; %.1f MB of pages moved away, %.1f MB back",
                                                      (double)s->kv.bytes_out / 1e6, (double)s->kv.bytes_in / 1e6);
     }
     return ok || fail(e, GEN_RUN, "cannot allocate memory for the progress line");

@@ -25,6 +25,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "attention.h"
 extern "C" {
@@ -879,6 +880,9 @@ struct gpu {
     int shared_limit, resident;        /* bytes of shared memory a block; blocks of the product kernel on the device */
     bool dependent;                    /* kernels may start before the one before them ends */
     cudaStream_t stream;
+    cudaStream_t moves;                /* pages between device and host, while the device computes */
+    cudaEvent_t moved;                 /* all moves so far; */
+    bool moving;                       /* what comes next on the stream does not wait for it yet */
     struct blas blas;
     int max_rows, max_sequences;
     bool evicts;
@@ -954,6 +958,21 @@ static void *device_alloc(struct gpu *c, size_t bytes, const char *label, const 
     CUDA_LABEL(p, label);
     (void)label;
     return check(c, cudaMemsetAsync(p, 0, bytes, c->stream), "cudaMemset", what) ? p : (cudaFree(p), (void *)NULL);
+}
+
+/* Memory of the host's that the device reads and writes. */
+static void *host_alloc(struct gpu *c, size_t bytes, const char *what, const char *lower)
+{
+    void *p = NULL;
+    cudaError_t r = cudaMallocHost(&p, bytes);
+    if (r == cudaErrorMemoryAllocation) {
+        size_t available = (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+        cudaGetLastError();
+        fail(c->e, GEN_RUN, "%s need %zu bytes of pinned memory; the system has %zu free, of which not all may be pinned: "
+             "%s", what, bytes, available, lower);
+        return NULL;
+    }
+    return check(c, r, "cudaMallocHost", what) ? p : NULL;
 }
 
 template <class T> static bool scratch(struct gpu *c, T **out, size_t n)
@@ -1323,10 +1342,12 @@ static bool open_tables(struct gpu *c, const struct batch *batch)
             const struct kv_view *v = &batch->views[0][g];
             const struct kv_slots *slots = kind ? &v->raw : &v->main;
             const struct kv_shape *shape = slots->shape;
-            if (!shape || !slots->base || shape->n_layer == 0) continue;
-            c->stores[g][kind] = { slots->base, kv_page_bytes(shape), kv_layer_bytes(shape), shape->n_kv,
+            if (!shape || shape->n_layer == 0) continue;
+            unsigned char *base = slots->base ? slots->base : slots->slow;
+            c->stores[g][kind] = { base, kv_page_bytes(shape), kv_layer_bytes(shape), shape->n_kv,
                                    shape->page_size / KV_BLOCK, (int)kv_k_tile_bytes(shape),
-                                   (int)kv_v_tile_bytes(shape), shape->type_k, shape->type_v };
+                                   (int)kv_v_tile_bytes(shape), shape->type_k, shape->type_v, slots->slow,
+                                   slots->first_slow };
             for (int i = 0; i < c->max_sequences; i++) {
                 table *t = &c->tables[(i * KV_GROUPS + g) * 2 + kind];
                 t->low = kind ? 1 : (v->sinks + shape->page_size - 1) / shape->page_size;
@@ -1334,8 +1355,8 @@ static bool open_tables(struct gpu *c, const struct batch *batch)
                 t->ring = (int)((seen + c->max_rows) / shape->page_size) + 4;
                 int entries = t->low + t->ring;
                 if (!t->device && !scratch(c, &t->device, entries)) return false;
-                if (!t->shadow && !check(c, cudaMallocHost((void **)&t->shadow, sizeof *t->shadow * entries),
-                                         "cudaMallocHost", "a page table"))
+                if (!t->shadow && !(t->shadow = (int32_t *)host_alloc(c, sizeof *t->shadow * entries, "the page tables",
+                                                                      "lower --ctx-size")))
                     return false;
                 for (int k = 0; k < entries; k++) t->shadow[k] = -1;
             }
@@ -1465,26 +1486,52 @@ static int32_t best_token(struct backend *b, int i)
 
 static struct gpu *of_pool(struct kv_device *d) { return (struct gpu *)((char *)d - offsetof(struct gpu, pool)); }
 
-static unsigned char *pool_open(struct kv_device *d, size_t bytes, struct error *e)
+static unsigned char *pool_open(struct kv_device *d, size_t bytes, bool host, struct error *e)
 {
     struct gpu *c = of_pool(d);
+    void *p;
     c->e = e;
-    void *p = device_alloc(c, bytes, "cache", "the KV cache would",
-                           "lower --ctx-size or choose smaller -ctk and -ctv types");
+    if (host) p = host_alloc(c, bytes, "the pages beyond --kv-memory", "lower --ctx-size or the number of sequences");
+    else p = device_alloc(c, bytes, "cache", "the KV cache would",
+                          "lower --ctx-size or --kv-memory, or choose smaller -ctk and -ctv types");
     c->e = NULL;
     return (unsigned char *)p;
 }
 
-static void pool_close(struct kv_device *d, unsigned char *base)
+static void pool_close(struct kv_device *d, unsigned char *base, bool host)
 {
     (void)d;
-    cudaFree(base);
+    if (host) cudaFreeHost(base);
+    else cudaFree(base);
+}
+
+/* What comes next on the stream waits for the moves so far. */
+static void pool_settle(struct kv_device *d)
+{
+    struct gpu *c = of_pool(d);
+    if (!c->moving) return;
+    c->e = &c->lost;
+    check(c, cudaStreamWaitEvent(c->stream, c->moved, 0), "cudaStreamWaitEvent", "pages");
+    c->e = NULL;
+    c->moving = false;
+}
+
+/* The stream itself has nothing to do between forward passes. */
+static void pool_move(struct kv_device *d, void *dst, const void *src, size_t bytes)
+{
+    struct gpu *c = of_pool(d);
+    c->e = &c->lost;
+    check(c, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, c->moves), "cudaMemcpy", "a page");
+    check(c, cudaEventRecord(c->moved, c->moves), "cudaEventRecord", "a page");
+    c->e = NULL;
+    c->moving = true;
 }
 
 static bool pool_copy(struct kv_device *d, void *dst, size_t dst_step, const void *src, size_t src_step, size_t bytes,
                       int n)
 {
     struct gpu *c = of_pool(d);
+    pool_settle(d);
     c->e = &c->lost;
     cudaError_t r = n == 1 ? cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, c->stream)
                   : cudaMemcpy2DAsync(dst, dst_step, src, src_step, bytes, n, cudaMemcpyDefault, c->stream);
@@ -1502,8 +1549,10 @@ static void pool_compact(struct kv_device *d, const struct kv_view *v, const str
     compaction k = { c->stores[KV_GLOBAL][0], s->head_k, s->head_v, v->main.pages, kept, (int)m->begin,
                      (int)m->keep / unit, unit };
     compaction_launch l = attention_compact(&k, s->n_layer);
+    pool_settle(d);
     c->e = &c->lost;
     launch(c, l.name, l.kernel, l.grid, l.block, l.shared, k);
+    check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize after the kernel", l.name);
     c->e = NULL;
 }
 
@@ -1522,6 +1571,8 @@ static void cuda_close(struct backend *b)
     if (c->host_ids) cudaFreeHost(c->host_ids);
     if (c->host_logits) cudaFreeHost(c->host_logits);
     blas_close(&c->blas);
+    if (c->moved) cudaEventDestroy(c->moved);
+    if (c->moves) cudaStreamDestroy(c->moves);
     if (c->stream) cudaStreamDestroy(c->stream);
     free(c->allocated);
     free(c->tables);
@@ -1641,7 +1692,8 @@ static bool load_weights(struct gpu *c, void (*progress)(double))
     s.progress = progress;
     s.total = (double)gguf_file_bytes(c->m->file);
     for (int i = 0; i < 2 && ok; i++)
-        ok = check(c, cudaMallocHost((void **)&s.host[i], STAGING_BYTES), "cudaMallocHost", "the weights") &&
+        ok = (s.host[i] = (unsigned char *)host_alloc(c, STAGING_BYTES, "the weights on their way",
+                                                      "use --backend cpu")) &&
              (s.device[i] = (unsigned char *)device_alloc(c, STAGING_BYTES, "staging", "the weights would",
                                                           "use --backend cpu")) &&
              check(c, cudaEventCreateWithFlags(&s.done[i], cudaEventDisableTiming), "cudaEventCreate", "the weights");
@@ -1705,10 +1757,10 @@ static bool open_buffers(struct gpu *c)
     c->step_bytes = carve_step(c, NULL, &c->host);
     char *dev;
     ok = ok && c->tables && scratch(c, &dev, c->step_bytes) &&
-         check(c, cudaMallocHost(&c->host_step, c->step_bytes), "cudaMallocHost", "the step's rows") &&
-         check(c, cudaMallocHost((void **)&c->host_ids, sizeof(int32_t) * LOGIT_ROWS), "cudaMallocHost", "token ids") &&
-         check(c, cudaMallocHost((void **)&c->host_logits, sizeof(float) * LOGIT_ROWS * m->n_vocab), "cudaMallocHost",
-               "logits");
+         (c->host_step = host_alloc(c, c->step_bytes, "the step's rows", "lower --batch-size")) &&
+         (c->host_ids = (int32_t *)host_alloc(c, sizeof(int32_t) * LOGIT_ROWS, "token ids", "use --backend cpu")) &&
+         (c->host_logits = (float *)host_alloc(c, sizeof(float) * LOGIT_ROWS * m->n_vocab, "logits",
+                                               "use --backend cpu"));
     if (!ok) return false;
     c->dev_step = dev;
     memset(c->host_step, 0, c->step_bytes);
@@ -1756,7 +1808,9 @@ static bool open_parts(struct gpu *c, const struct backend_options *o)
     c->resident = 2 * c->device.multiProcessorCount;
     c->layers = (device_layer *)alloc_zeroed(m->n_layer, sizeof *c->layers, "the layers", c->e);
     if (!c->layers ||
-        !check(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "cudaStreamCreate", "the stream"))
+        !check(c, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "cudaStreamCreate", "the stream") ||
+        !check(c, cudaStreamCreateWithFlags(&c->moves, cudaStreamNonBlocking), "cudaStreamCreate", "pages") ||
+        !check(c, cudaEventCreateWithFlags(&c->moved, cudaEventDisableTiming), "cudaEventCreate", "pages"))
         return false;
     if (c->max_rows > FEW && !blas_open(&c->blas, c->stream, c->e)) return false;
     if (!load_weights(c, o->progress) || !open_buffers(c)) return false;
@@ -1778,7 +1832,7 @@ extern "C" bool cuda_open(struct backend **out, const struct model *m, const str
     if (!c) return false;
     c->m = m;
     c->e = e;
-    c->pool = { pool_open, pool_close, pool_copy, pool_compact };
+    c->pool = { pool_open, pool_close, pool_copy, pool_move, pool_settle, pool_compact };
     if (!open_parts(c, o)) return cuda_close(&c->base), false;
     c->e = NULL;
     *out = &c->base;

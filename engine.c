@@ -20,6 +20,7 @@ struct engine {
     int chunk, max_rows;               /* rows of a prefill chunk, and of the largest batch */
     struct kv_pool main[KV_GROUPS], raw[KV_GROUPS];  /* see struct kv_view */
     int sinks[KV_GROUPS], window[KV_GROUPS];
+    int most_pages[KV_GROUPS];         /* of one sequence */
     struct row *rows;                  /* [max_rows] of the batch being built */
     struct kv_view (*views)[KV_GROUPS];            /* [max_sequences] one per sequence of the batch */
     struct work *step;                 /* [max_sequences] of engine_step */
@@ -66,6 +67,8 @@ struct plan {
     int chunk;
     struct kv_shape main[KV_GROUPS], raw[KV_GROUPS];
     int main_pages[KV_GROUPS], raw_pages[KV_GROUPS];
+    int main_alone[KV_GROUPS], raw_alone[KV_GROUPS];   /* where there is one sequence */
+    size_t bytes_alone;
 };
 
 /* Tokens behind a layer's window that are still kept, so that a rejected draft can be taken back. */
@@ -159,7 +162,12 @@ static bool make_plan(const struct model *m, const struct engine_options *o, str
         return fail(e, GEN_USAGE, "the cache of %lld tokens needs %zu bytes, more than --kv-memory %zu: lower "
                     "--ctx-size or --batch-size, choose smaller types with -ctk and -ctv, or add --kv-offload",
                     (long long)p->seen, bytes, o->kv_memory);
-    return plan_pools(m, o, p, e);
+    struct plan one = *p;
+    if (!plan_pools(m, o, p, e)) return false;
+    memcpy(p->main_alone, one.main_pages, sizeof p->main_alone);
+    memcpy(p->raw_alone, one.raw_pages, sizeof p->raw_alone);
+    return plan_bytes(&one, &p->bytes_alone) || fail(e, GEN_USAGE, "a context of %lld tokens is too large to address: "
+                                                     "lower --ctx-size", (long long)p->ctx);
 }
 
 bool engine_estimate(const struct model *m, const struct engine_options *o, struct kv_usage *out, struct error *e)
@@ -199,13 +207,25 @@ static bool open_backend(struct engine *g, const struct backend_options *o, stru
     struct error why = { 0 };
     if (g->o.backend == BACKEND_CUDA && comm_size(o->comm) > 1)
         return fail(e, GEN_USAGE, "--tensor-parallel divides a model over processors only: use --backend cpu");
-    if (g->o.backend == BACKEND_CUDA && g->o.kv_offload)
-        return fail(e, GEN_USAGE, "--kv-offload moves pages of the CPU backend only: use --backend cpu");
-    bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !g->o.kv_offload;
+    bool file = g->o.kv_offload && strcmp(g->o.kv_offload, "host");
+    if (g->o.backend == BACKEND_CUDA && file)
+        return fail(e, GEN_USAGE, "--kv-offload DIR is for the CPU backend: with CUDA pages go to the memory of the host, "
+                    "--kv-offload host");
+    bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !file;
     if (can && cuda_open(&g->b, g->m, o, &why)) return true;
     if (can) memcpy(g->note, why.text, sizeof g->note);
     if (g->o.backend == BACKEND_CUDA) return *e = why, false;
     return cpu_open(&g->b, g->m, o, e);
+}
+
+/* Pages that are to lie on a device, of n: all pools together take no more than the budget, and first of all what one
+ * sequence needs. */
+static int fast_pages(const struct engine *g, const struct plan *p, int alone, int n)
+{
+    size_t all, limit = g->memory.limit, one = p->bytes_alone;
+    if (!g->memory.device || !plan_bytes(p, &all) || all <= limit) return n;
+    if (limit < one) return (int)((double)alone * (double)limit / (double)one);
+    return alone + (int)((double)(n - alone) * (double)(limit - one) / (double)(all - one));
 }
 
 /* What eviction needs beside each sequence's masses. */
@@ -219,7 +239,7 @@ static bool open_eviction(struct engine *g, struct error *e)
     if (!d) return true;
     size_t bytes = (most_kept(g) + mass_rows(g) / KV_BLOCK) * sizeof *g->moves;
     g->mass = reserve_bytes(mass_bytes(g), "attention's mass: lower --ctx-size", e);
-    return g->mass && (g->moves = (int32_t *)d->open(d, bytes, e));
+    return g->mass && (g->moves = (int32_t *)d->open(d, bytes, false, e));
 }
 
 static bool open_part(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e)
@@ -251,11 +271,14 @@ static bool open_part(struct engine **out, const struct model *m, const struct e
     if (!open_backend(g, &bo, e)) goto bad;
     g->memory.device = g->b->device;
     for (int i = 0; i < KV_GROUPS; i++)
-        if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i], &g->memory, e) ||
-            !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], &g->memory, e))
+        if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i],
+                          fast_pages(g, &p, p.main_alone[i], p.main_pages[i]), &g->memory, e) ||
+            !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], fast_pages(g, &p, p.raw_alone[i], p.raw_pages[i]),
+                          &g->memory, e))
             goto bad;
     if (!open_eviction(g, e)) goto bad;
     for (int i = 0; i < KV_GROUPS; i++) {
+        g->most_pages[i] = p.main_pages[i] / o->max_sequences;
         if (m->by_token) kv_pool_sparse(&g->main[i]);
         /* without a budget, finished sequences keep as much as one may hold, so that memory does not grow with their
          * number */
@@ -307,7 +330,7 @@ void engine_close(struct engine *g)
     release_bytes(g->scratch, 2 * mass_rows(g) * sizeof *g->scratch);
     release_bytes(g->kept, most_kept(g) * sizeof *g->kept);
     release_bytes(g->mass, mass_bytes(g));
-    if (g->moves) g->memory.device->close(g->memory.device, (unsigned char *)g->moves);
+    if (g->moves) g->memory.device->close(g->memory.device, (unsigned char *)g->moves, false);
     for (int i = 0; i < KV_GROUPS; i++) {
         kv_pool_close(&g->main[i]);
         kv_pool_close(&g->raw[i]);
@@ -376,14 +399,14 @@ struct kv_usage engine_kv_usage(const struct engine *g)
 static uint64_t *open_mass(const struct engine *g, struct error *e)
 {
     struct kv_device *d = g->memory.device;
-    return d ? (uint64_t *)d->open(d, mass_bytes(g), e)
+    return d ? (uint64_t *)d->open(d, mass_bytes(g), false, e)
              : reserve_bytes(mass_bytes(g), "attention's mass: lower --ctx-size", e);
 }
 
 static void close_mass(const struct engine *g, uint64_t *mass)
 {
     struct kv_device *d = g->memory.device;
-    if (d && mass) d->close(d, (unsigned char *)mass);
+    if (d && mass) d->close(d, (unsigned char *)mass, false);
     if (!d) release_bytes(mass, mass_bytes(g));
 }
 
@@ -860,16 +883,22 @@ void sequence_begin(struct sequence *s, const int32_t *tokens, int64_t n)
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
+static struct kv_slots slots(const struct kv_pool *p, const struct kv_table *t)
+{
+    return (struct kv_slots){ &p->shape, p->base, t->pages, p->slow, p->first_slow };
+}
+
 /* What the forward pass sees of a sequence. */
 static void view(const struct sequence *s, struct kv_view out[KV_GROUPS])
 {
     const struct engine *g = s->g;
     for (int k = 0; k < KV_GROUPS; k++)
         out[k] = (struct kv_view){
-            .main = { &g->main[k].shape, g->main[k].base, s->main[k].pages },
-            .raw = { g->raw[k].n_pages ? &g->raw[k].shape : NULL, g->raw[k].base, s->raw[k].pages },
+            .main = slots(&g->main[k], &s->main[k]), .raw = slots(&g->raw[k], &s->raw[k]),
             .sinks = g->sinks[k], .window = g->window[k]
         };
+    for (int k = 0; k < KV_GROUPS; k++)
+        if (!g->raw[k].n_pages) out[k].raw.shape = NULL;
     struct kv_view *v = &out[KV_GLOBAL];
     v->gone = s->gone;
     v->mass = s->mass;
@@ -959,7 +988,7 @@ static void set_parked(struct sequence *s, bool parked)
 
 void sequence_park(struct sequence *s) { set_parked(s, true); }
 
-void sequence_prefetch(const struct sequence *s)
+void sequence_prefetch(struct sequence *s)
 {
     for (int i = 0; i < KV_GROUPS; i++) {
         kv_table_prefetch(&s->main[i], &s->g->main[i]);
@@ -1003,8 +1032,7 @@ size_t engine_bytes_for(const struct engine *g, int64_t n)
 {
     size_t bytes = 0;
     for (int i = 0; i < KV_GROUPS; i++) {
-        int64_t page = g->main[i].shape.page_size, pages = (n + page - 1) / page;
-        int64_t most = g->main[i].n_fast / g->o.max_sequences;
+        int64_t page = g->main[i].shape.page_size, pages = (n + page - 1) / page, most = g->most_pages[i];
         int64_t raw = g->raw[i].n_pages ? (n + KV_BLOCK - 1) / KV_BLOCK : 0;
         bytes += (size_t)(pages < most ? pages : most) * kv_page_bytes(&g->main[i].shape);
         bytes += (size_t)(raw < 4 ? raw : 4) * kv_page_bytes(&g->raw[i].shape);
@@ -1026,7 +1054,7 @@ size_t engine_room(const struct engine *g)
         size_t bytes = kv_page_bytes(&p->shape);
         room += p->tier[KV_FAST].n_free * bytes;
         idle += p->tier[KV_FAST].n_idle * bytes;
-        for (const struct kv_table *t = p->tables; t && p->file >= 0; t = t->next)
+        for (const struct kv_table *t = p->tables; t && p->first_slow < p->n_pages; t = t->next)
             for (int k = 0; t->parked && k < t->n; k++)
                 if (t->pages[k] >= 0 && t->pages[k] < p->n_fast && p->pages[t->pages[k]].refs == 1) idle += bytes;
     }

@@ -26,7 +26,8 @@ struct engine_options {
     bool cache;                        /* false: --no-kv-cache, everything is computed again at each step */
     bool share;                        /* sequences find each other's full pages by their tokens (paged only) */
     size_t kv_memory;                  /* bytes of pages in memory at most; 0 = what the context may need */
-    const char *kv_offload;            /* where pages go beyond kv_memory: a folder, or "host"; NULL = nowhere */
+    const char *kv_offload;            /* where pages go beyond kv_memory: a folder, or "host": CUDA's host, or /var/tmp;
+                                        * NULL = nowhere */
     void (*progress)(const char *what, double done);   /* load and prefill, 0..1; may be NULL */
     struct comm *comm;                 /* the ranks that hold the model's other parts; NULL = it is whole */
 };
@@ -135,9 +136,10 @@ size_t engine_room(const struct engine *g);
 /* Bytes that the sequence would need beyond what it has, to hold n tokens. */
 size_t sequence_bytes_to(const struct sequence *s, int64_t n);
 /* The sequence is not used for now: its pages are the first to leave memory. A forward pass with it ends this, and
- * brings back what there is room for; sequence_prefetch, a step before, has the system read ahead. */
+ * brings back what there is room for; sequence_prefetch, a step before, has the system read ahead, or pages moved to the
+ * device. */
 void sequence_park(struct sequence *s);
-void sequence_prefetch(const struct sequence *s);
+void sequence_prefetch(struct sequence *s);
 
 /* ---- blocks: keys and values of KV_BLOCK tokens in all layers, whatever the layout and the page size; for a store  */
 

@@ -693,8 +693,9 @@ static void print_summary(const struct program *p)
         note(p, "%d pages, %.1f %% of their bytes without a token yet", kv.pages,
              100 * (double)kv.bytes_unfilled / (double)kv.bytes_used);
     if (kv.bytes_slow || kv.bytes_out)
-        note(p, "%s of the cache lie in the file of --kv-offload; moved there %s, back %s",
-             human_bytes((double)kv.bytes_slow, c), human_bytes((double)kv.bytes_out, a),
+        note(p, "%s of the cache lie in %s; moved there %s, back %s", human_bytes((double)kv.bytes_slow, c),
+             engine_backend(p->engine)->device ? "the host's memory" : "the file of --kv-offload",
+             human_bytes((double)kv.bytes_out, a),
              human_bytes((double)kv.bytes_in, b));
     if (p->o.verbose && (p->o.window || p->o.evict))
         note(p, "%lld tokens were evicted", (long long)sequence_evicted(p->sequence));

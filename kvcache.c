@@ -51,7 +51,25 @@ static void all_free(struct kv_pool *p, int tier, int first, int end)
     for (int i = first; i < end; i++) p->pages[i].newer = i + 1 < end ? i + 1 : -1;
 }
 
-bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, struct kv_memory *memory,
+/* Memory for the pages; `start`: where the file's part begins. */
+static bool open_memory(struct kv_pool *p, size_t start, struct error *e)
+{
+    struct kv_device *d = p->memory->device;
+    size_t page = kv_page_bytes(&p->shape), beyond = page * (size_t)(p->n_pages - p->first_slow);
+    if (d) {
+        p->reserved = page * (size_t)p->n_fast;
+        if (p->reserved && !(p->base = d->open(d, p->reserved, false, e))) return false;
+        return beyond == 0 || (p->slow = d->open(d, beyond, true, e));
+    }
+    p->reserved = page * (size_t)p->n_pages;
+    p->base = reserve_bytes(p->reserved, "the KV cache: lower --ctx-size or choose smaller -ctk and -ctv types", e);
+    if (!p->base) return false;
+    p->slow = p->base + page * (size_t)p->first_slow;
+    madvise(p->base, page * (size_t)p->n_fast, MADV_HUGEPAGE);      /* tiles of one head lie a page apart */
+    return !p->memory->folder || kv_file_open(p, start, e);
+}
+
+bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, int n_fast, struct kv_memory *memory,
                   struct error *e)
 {
     *p = (struct kv_pool){ .shape = *shape, .memory = memory, .file = -1 };
@@ -62,25 +80,19 @@ bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, 
     if (most > (double)PTRDIFF_MAX - 2 * (double)page || n_pages > INT32_MAX / 2 - 1)
         return fail(e, GEN_RUN, "the KV cache is too large to address: lower --ctx-size");
     size_t start = (page * (size_t)n_pages + unit - 1) / unit * unit;  /* the file's part starts at a system page */
-    int first_slow = memory->folder ? (int)((start + page - 1) / page) : n_pages;
-    p->n_fast = p->most_idle = n_pages;
-    p->first_slow = first_slow;
-    p->n_pages = memory->folder ? first_slow + n_pages : n_pages;
-    p->reserved = page * (size_t)p->n_pages;
+    bool file = memory->folder && !memory->device;
+    p->n_fast = p->most_idle = n_fast;
+    p->first_slow = file ? (int)((start + page - 1) / page) : n_fast;
+    p->n_pages = file ? p->first_slow + n_pages : memory->folder ? n_pages : n_fast;
     for (p->n_buckets = 1; p->n_buckets < n_pages; ) p->n_buckets *= 2;
     p->pages = alloc_zeroed(p->n_pages, sizeof *p->pages, "the list of KV pages", e);
     p->buckets = alloc_zeroed(p->n_buckets, sizeof *p->buckets, "the index of KV pages", e);
     if (!p->pages || !p->buckets) return kv_pool_close(p), false;
     p->tokens = reserve_bytes(sizeof *p->tokens * p->n_pages * shape->page_size, "the KV pages' tokens", e);
-    struct kv_device *device = memory->device;
-    p->base = device ? device->open(device, p->reserved, e)
-            : reserve_bytes(p->reserved, "the KV cache: lower --ctx-size or choose smaller -ctk and -ctv types", e);
-    if (!p->tokens || !p->base) return kv_pool_close(p), false;
-    if (!device) madvise(p->base, page * n_pages, MADV_HUGEPAGE);   /* tiles of one head lie a page apart */
-    if (memory->folder && !kv_file_open(p, start, e)) return kv_pool_close(p), false;
+    if (!p->tokens || !open_memory(p, start, e)) return kv_pool_close(p), false;
     memset(p->buckets, -1, sizeof *p->buckets * p->n_buckets);
-    all_free(p, KV_FAST, 0, n_pages);
-    all_free(p, KV_SLOW, first_slow, p->n_pages);
+    all_free(p, KV_FAST, 0, n_fast);
+    all_free(p, KV_SLOW, p->first_slow, p->n_pages);
     memory->pools[memory->n_pools++] = p;
     return true;
 }
@@ -88,7 +100,8 @@ bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, 
 void kv_pool_close(struct kv_pool *p)
 {
     struct kv_device *device = p->memory ? p->memory->device : NULL;
-    if (device && p->base) device->close(device, p->base);
+    if (device && p->base) device->close(device, p->base, false);
+    if (device && p->slow) device->close(device, p->slow, true);
     if (!device) release_bytes(p->base, p->reserved);
     release_bytes(p->tokens, sizeof *p->tokens * p->n_pages * p->shape.page_size);
     free(p->pages);
@@ -178,6 +191,7 @@ bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t 
 
 void kv_table_share(struct kv_table *t, const struct kv_table *from, struct kv_pool *p)
 {
+    t->coming = from->coming;
     for (t->n = 0; t->n < from->n; t->n++) {
         t->pages[t->n] = from->pages[t->n];
         if (t->pages[t->n] >= 0) p->pages[t->pages[t->n]].refs++;

@@ -121,6 +121,8 @@ struct kv_slots {
     const struct kv_shape *shape;
     unsigned char *base;
     const int32_t *pages;              /* [tokens / page_size, rounded up] page of each page_size tokens; -1 = gone */
+    unsigned char *slow;               /* of a device: pages from first_slow on lie one after another from here */
+    int first_slow;
 };
 
 /* One sequence in one layer group. */
@@ -208,12 +210,17 @@ struct error;
 
 /* Memory of a device that a backend keeps its pages in. */
 struct kv_device {
-    unsigned char *(*open)(struct kv_device *d, size_t bytes, struct error *e);      /* NULL after filling *e */
-    void (*close)(struct kv_device *d, unsigned char *base);
+    /* Its own memory, zeroed, or memory of the process's that it reads and writes as well. NULL after filling *e. */
+    unsigned char *(*open)(struct kv_device *d, size_t bytes, bool host, struct error *e);
+    void (*close)(struct kv_device *d, unsigned char *base, bool host);
     /* Copies n pieces within the device, or between it and the process; a piece starts dst_step and src_step bytes after
      * the one before. False: it failed, which the next forward pass reports. */
     bool (*copy)(struct kv_device *d, void *dst, size_t dst_step, const void *src, size_t src_step, size_t bytes,
                  int n);
+    /* Copies between its own memory and that of open(host), while it computes: until `settle` nothing but other moves may
+     * use the one place or write the other. */
+    void (*move)(struct kv_device *d, void *dst, const void *src, size_t bytes);
+    void (*settle)(struct kv_device *d);           /* what comes next finds all moves done */
     /* kv_compact; `kept` and the page table in `v`, whose pages are of one block, lie on the device. Failures as those
      * of copy. */
     void (*compact)(struct kv_device *d, const struct kv_view *v, const struct kv_middle *m, const int32_t *kept);
@@ -230,20 +237,20 @@ struct kv_page {
     uint8_t key[KV_KEY];               /* indexed: key of its last block */
 };
 
-/* Pages in memory, and pages in a file. */
+/* Pages in memory, and pages in a file; or on a device, and in the memory of its host. */
 enum { KV_FAST, KV_SLOW, KV_TIERS };
 struct kv_tier { int32_t free, oldest, newest; int n_free, n_idle; };  /* heads of the lists of free and idle pages */
 
 /* Pages of one kind: one reservation of address space, touched only when used. Ids below n_fast lie in memory; those
  * from first_slow on in a mapped file that has no name, whose space is allocated as it is needed, so that a full disk is
- * no signal. Kernels see one base. */
+ * no signal. Kernels see one base; those of a device see two. */
 struct kv_pool {
     struct kv_shape shape;
     struct kv_memory *memory;
-    unsigned char *base;
-    size_t reserved;                   /* bytes of address space */
+    unsigned char *base, *slow;        /* the first page, and page first_slow */
+    size_t reserved;                   /* bytes of address space; of a device: of its own memory */
     int n_pages;                       /* ids lie below; 0 = the model has no layers of this group */
-    int n_fast, first_slow;            /* first_slow = n_pages where there is no file */
+    int n_fast, first_slow;            /* first_slow = n_pages where there is no other place */
     struct kv_tier tier[KV_TIERS];
     int most_idle;                     /* idle pages kept in memory when pages are taken; n_pages at first */
     struct kv_page *pages;             /* [n_pages] */
@@ -261,17 +268,18 @@ struct kv_pool {
 /* What pools share: the budget for pages in memory, and where pages go beyond it. */
 struct kv_memory {
     size_t limit, used;                /* bytes of fast pages that are not free */
-    const char *folder;                /* of the file; NULL = pages have no other place */
+    const char *folder;                /* of the file (a device needs none); NULL = pages have no other place */
     struct kv_pool *pools[4];
     int n_pools;
     uint64_t bytes_out, bytes_in;      /* moved to the file, and back */
     int file_error;                    /* errno of the last allocation in the file that failed */
-    struct kv_device *device;          /* whose memory the pools lie in; NULL = this process's. It has no file */
+    struct kv_device *device;          /* whose memory the pools lie in; NULL = this process's */
 };
 
-/* n_pages of them fit in memory at once, and as many again in the file. The pool is to stay where it is, as are
+/* n_pages of them fit in memory at once, and as many again in the file. A device holds n_fast of them (elsewhere it is
+ * n_pages), and where they have another place its host holds the others. The pool is to stay where it is, as are
  * `memory` and the tables. Errors: GEN_USAGE for the folder, GEN_RUN. */
-bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, struct kv_memory *memory,
+bool kv_pool_open(struct kv_pool *p, const struct kv_shape *shape, int n_pages, int n_fast, struct kv_memory *memory,
                   struct error *e);
 void kv_pool_close(struct kv_pool *p);
 /* Says that only some of the pages will be touched: memory comes in small pieces then. */
@@ -284,6 +292,7 @@ struct kv_table {
     int32_t *pages;                    /* [cap]; -1 where a page was given back */
     int n, cap;                        /* pages covered; most it may cover */
     bool parked;                       /* not in use now: its pages are the first to go to the file */
+    bool coming;                       /* some of its pages are being moved to the device */
     struct kv_table *next, *before;    /* in the pool's list */
 };
 /* The table never covers more than `max_tokens`, so that a token loop does not allocate. */
@@ -331,8 +340,9 @@ void kv_table_adopt(struct kv_table *t, struct kv_pool *p, int32_t page);
 /* Brings the table's pages from the file into memory, as far as idle pages and parked tables make room; `t` is not
  * parked. */
 void kv_table_promote(struct kv_table *t, struct kv_pool *p);
-/* Has the system read the table's pages in the file ahead. */
-void kv_table_prefetch(const struct kv_table *t, const struct kv_pool *p);
+/* Has the system read the table's pages in the file ahead. On a device: moves pages of a parked table to where free and
+ * idle pages make room, while it computes for others. */
+void kv_table_prefetch(struct kv_table *t, struct kv_pool *p);
 
 /* True when reference counts, lists, index and tables agree: the invariant checker of the tests. */
 bool kv_pool_check(const struct kv_pool *p);

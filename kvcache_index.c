@@ -82,6 +82,7 @@ void kv_index_add(struct kv_table *t, struct kv_pool *p, int i, const uint8_t ke
     int32_t same = kv_index_find(p, key, tokens);
     if (same >= 0) {
         if (p->pages[same].refs++ == 0) kv_idle_remove(p, same);
+        kv_settle(p);
         t->pages[i] = same;
         if (--x->refs == 0) kv_free_push(p, own);
         return;
@@ -96,5 +97,6 @@ void kv_index_add(struct kv_table *t, struct kv_pool *p, int i, const uint8_t ke
 void kv_table_adopt(struct kv_table *t, struct kv_pool *p, int32_t page)
 {
     if (p->pages[page].refs++ == 0) kv_idle_remove(p, page);
+    kv_settle(p);
     t->pages[t->n++] = page;
 }

@@ -8,7 +8,15 @@
 static inline int kv_tier_of(const struct kv_pool *p, int32_t page) { return page >= p->first_slow ? KV_SLOW : KV_FAST; }
 static inline unsigned char *kv_page_at(const struct kv_pool *p, int32_t page)
 {
-    return p->base + (size_t)page * kv_page_bytes(&p->shape);
+    size_t bytes = kv_page_bytes(&p->shape);
+    return page < p->first_slow ? p->base + (size_t)page * bytes : p->slow + (size_t)(page - p->first_slow) * bytes;
+}
+
+static inline bool kv_has_slow(const struct kv_pool *p) { return p->first_slow < p->n_pages; }
+/* Whoever gets a page or finds it by its key may use it at once. */
+static inline void kv_settle(const struct kv_pool *p)
+{
+    if (p->memory->device) p->memory->device->settle(p->memory->device);
 }
 
 /* ---- kvcache.c: the list of free pages. A page taken off it has no owner yet. */

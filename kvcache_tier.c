@@ -1,4 +1,4 @@
-/* kvcache_tier.c - pages in memory within a budget, and beyond it in a mapped file. A page is moved by copying it and
+/* kvcache_tier.c - pages in memory within a budget, and beyond it in a mapped file, or in the memory of a device's host. A page is moved by copying it and
  * changing its number in the tables that own it. */
 #define _GNU_SOURCE
 #include "kvcache_pool.h"
@@ -43,7 +43,7 @@ static size_t end_in_file(const struct kv_pool *p, int32_t page)
 static bool has_space(struct kv_pool *p, int32_t page)
 {
     size_t end = end_in_file(p, page), most = end_in_file(p, p->n_pages - 1), want = p->file_bytes + FILE_STEP;
-    if (end <= p->file_bytes) return true;
+    if (p->file < 0 || end <= p->file_bytes) return true;
     if (want < end) want = end;
     if (want > most) want = most;
     int error = posix_fallocate(p->file, (off_t)p->file_bytes, (off_t)(want - p->file_bytes));
@@ -64,12 +64,15 @@ static int32_t take_slow(struct kv_pool *p)
 
 /* ---- moving ------------------------------------------------------------------------------------------------------ */
 
-/* `to` has just been taken off its list. */
-static void move(struct kv_pool *p, int32_t from, int32_t to)
+/* `to` has just been taken off its list. ahead: nobody uses either page before kv_settle. */
+static void move(struct kv_pool *p, int32_t from, int32_t to, bool ahead)
 {
+    struct kv_device *d = p->memory->device;
     size_t bytes = kv_page_bytes(&p->shape);
     int owners = p->pages[from].refs;
-    kv_pool_copy(p, to, from, p->shape.page_size);
+    if (d) d->move(d, kv_page_at(p, to), kv_page_at(p, from), bytes);
+    else kv_pool_copy(p, to, from, p->shape.page_size);
+    if (!ahead) kv_settle(p);
     *(kv_tier_of(p, to) == KV_SLOW ? &p->memory->bytes_out : &p->memory->bytes_in) += bytes;
     if (p->pages[from].indexed) kv_index_rename(p, from, to);
     else p->pages[to] = p->pages[from];
@@ -106,10 +109,10 @@ static int32_t victim(const struct kv_pool *p, enum cold cold)
 /* Makes one page in memory free. */
 static bool demote(struct kv_pool *p, enum cold cold)
 {
-    int32_t page = cold == IDLE ? p->tier[KV_FAST].oldest : p->file >= 0 ? victim(p, cold) : -1;
+    int32_t page = cold == IDLE ? p->tier[KV_FAST].oldest : kv_has_slow(p) ? victim(p, cold) : -1;
     if (page < 0) return false;
-    int32_t to = p->file >= 0 ? take_slow(p) : -1;
-    if (to >= 0) return move(p, page, to), true;
+    int32_t to = kv_has_slow(p) ? take_slow(p) : -1;
+    if (to >= 0) return move(p, page, to, cold == IDLE), true;
     if (cold == IDLE) kv_index_forget(p, page);
     return cold == IDLE;
 }
@@ -138,23 +141,38 @@ static bool make_room(struct kv_pool *p, enum cold most)
 int32_t kv_page_take(struct kv_pool *p)
 {
     while (p->tier[KV_FAST].n_idle > p->most_idle) kv_index_forget(p, p->tier[KV_FAST].oldest);
-    int32_t page = make_room(p, RUNNING) ? kv_free_pop(p, KV_FAST) : p->file >= 0 ? take_slow(p) : -1;
+    int32_t page = make_room(p, RUNNING) ? kv_free_pop(p, KV_FAST) : kv_has_slow(p) ? take_slow(p) : -1;
     if (page >= 0) p->pages[page] = (struct kv_page){ .refs = 1 };
+    kv_settle(p);
     return page;
 }
 
 void kv_table_promote(struct kv_table *t, struct kv_pool *p)
 {
-    if (p->file < 0) return;
+    if (t->coming) kv_settle(p);
+    t->coming = false;
+    if (!kv_has_slow(p)) return;
     for (int i = t->n - 1; i >= 0; i--)
         if (t->pages[i] >= p->first_slow) {
             if (!make_room(p, PARKED)) return;
-            move(p, t->pages[i], kv_free_pop(p, KV_FAST));
+            move(p, t->pages[i], kv_free_pop(p, KV_FAST), false);
         }
 }
 
-void kv_table_prefetch(const struct kv_table *t, const struct kv_pool *p)
+/* Pages that others have as well stay: they may be used before the table is. */
+static void move_ahead(struct kv_table *t, struct kv_pool *p)
 {
+    for (int i = t->n - 1; i >= 0; i--)
+        if (t->pages[i] >= p->first_slow && p->pages[t->pages[i]].refs == 1) {
+            if (!make_room(p, IDLE)) return;
+            move(p, t->pages[i], kv_free_pop(p, KV_FAST), true);
+            t->coming = true;
+        }
+}
+
+void kv_table_prefetch(struct kv_table *t, struct kv_pool *p)
+{
+    if (p->memory->device && t->parked) move_ahead(t, p);
     size_t unit = (size_t)sysconf(_SC_PAGESIZE), bytes = kv_page_bytes(&p->shape);
     if (p->file < 0) return;
     for (int i = 0, end; i < t->n; i = end) {

@@ -173,7 +173,7 @@ const struct option_row option_table[] = {
       "With --window: also keep the first N tokens, which models lean on." },
     { GROUP_CACHE, "kv-offload", 0, "DIR", NULL, OPT_TEXT, 0, 0, AT(kv_offload), 0, 0,
       "Where the cache goes beyond --kv-memory, at the price of speed: a file without a name in the folder DIR; host = in "
-      "/var/tmp. The results are the same." },
+      "/var/tmp, or with CUDA in pinned memory. The results are the same." },
     { GROUP_CACHE, "no-share", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_share), 0, 0,
       "Compute each text for itself, instead of taking over what others have computed of its beginning." },
     { GROUP_CACHE, "evict", 0, "off|attention|snapkv", "off", OPT_CHOICE, 0, 0, AT(evict), 0, 0,

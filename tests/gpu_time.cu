@@ -106,7 +106,7 @@ static bool sound(const float *device, size_t n)
 static kv_store store(const kv_shape *s, int pages, int fill)
 {
     return { device<unsigned char>(kv_page_bytes(s) * pages, fill), kv_page_bytes(s), kv_layer_bytes(s), s->n_kv, 1,
-             (int)kv_k_tile_bytes(s), (int)kv_v_tile_bytes(s), s->type_k, s->type_v };
+             (int)kv_k_tile_bytes(s), (int)kv_v_tile_bytes(s), s->type_k, s->type_v, NULL, pages };
 }
 
 static int attention_time(kv_type k, kv_type v, int depth, int heads, int n_kv, int size, int runs)

@@ -36,7 +36,7 @@ static void fill(struct cache *c, const struct kernels *table, enum kv_type type
                          malloc(sizeof(float) * n * head_k), malloc(sizeof(float) * n * head_v), n };
     size_t bytes = kv_page_bytes(&c->shape) * n_pages;
     for (int i = 0; i < n_pages; i++) c->pages[i] = n_pages - 1 - i;
-    c->view.main = (struct kv_slots){ &c->shape, malloc(bytes), c->pages };
+    c->view.main = (struct kv_slots){ .shape = &c->shape, .base = malloc(bytes), .pages = c->pages };
     memset(c->view.main.base, 0xff, bytes);
     for (int i = 0; i < n * head_k; i++) c->k[i] = rnd();
     for (int i = 0; i < n * head_v; i++) c->v[i] = rnd();
@@ -226,7 +226,7 @@ static void check_sealed(const struct kernels *table, enum kv_type type_k, enum 
     int32_t *pages = malloc(sizeof *pages * blocks);
     for (int i = 0; i < blocks; i++) pages[i] = i ^ 1;
     c.view.raw = c.view.main;
-    c.view.main = (struct kv_slots){ &shape, malloc(kv_page_bytes(&shape) * (blocks + 1)), pages };
+    c.view.main = (struct kv_slots){ .shape = &shape, .base = malloc(kv_page_bytes(&shape) * (blocks + 1)), .pages = pages };
     memset(c.view.main.base, 0xff, kv_page_bytes(&shape) * (blocks + 1));
     for (int t = 0; t + KV_BLOCK <= n; t += KV_BLOCK) {
         unsigned char *k = kv_k_tile(&c.view.main, 1, 1, t), *v = kv_v_tile(&c.view.main, 1, 1, t);

@@ -74,3 +74,59 @@ def test_eviction(model, name, rule, k, v):
     for kind in "prefill", "decode", "together":
         assert r[kind] <= (1e-4 if exact else 3e-2), r
     assert steps(model(name), "seed=3", cpu=0, **words)["hash"] == r["hash"]
+
+
+# ---- pages beyond the device's memory
+
+@pytest.mark.parametrize("name, more", [("llama", []), ("llama", ["-ctk", "int8", "-ctv", "int4", "--page-size", "64"]),
+                                        ("gemma2", ["--window", "64"]), ("llama", ["--evict", "snapkv", "--kv-budget", "160"])])
+def test_the_same_bits_beyond_memory(model, name, more):
+    """Pages in the host's memory are read and written where they are."""
+    words = [GEN, "-m", model(name), "-p", TEXT[:200], "--backend", "cuda", "--temp", 0, "--ignore-eos", "-n", 4, "-c", 384, "--json", "-q",
+             *more]
+    whole = json.loads(emulate(*words))
+    for size in 1, 60_000:
+        part = json.loads(emulate(*words, "--kv-memory", size, "--kv-offload", "host", settings=f"memory={80 << 20}"))
+        assert part["logits_sha256"] == whole["logits_sha256"] and part["tokens"] == whole["tokens"]
+        assert part["kv"]["bytes_reserved"] <= size < whole["kv"]["bytes_reserved"]
+
+
+def test_parked_sequences(tiny, tmp_path):
+    """Lines of a batch whose caches do not fit the device together: one waits in the host's memory and comes back while the
+    others are computed; the answers are those of a device that holds all."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": TEXT[97 * i:97 * i + 40 + 9 * i]}) + "\n" for i in range(3)))
+    words = [GEN, "-m", tiny(arch="llama", layers=1, embd=32, ff=32, head_k=32, heads=1, kv_heads=1), "--batch", lines, "--backend",
+             "cuda", "--temp", 0, "--ignore-eos", "-n", 60, "-c", 256, "-np", 3, "--no-share", "-ctk", "f32", "-ctv", "f32"]
+    read = lambda out: [json.loads(line)["response"]["text"] for line in out.splitlines()]
+    part = emulated(*words, "--kv-memory", "60K", "--kv-offload", "host", "--progress", "json")
+    assert part.returncode == 0, part.stderr
+    assert read(part.stdout) == read(emulate(*words))
+    last = json.loads(part.stderr.splitlines()[-1])
+    assert last["bytes_out"] >= last["bytes_in"] > 0, last
+
+
+# ---- too little memory
+
+@pytest.mark.parametrize("settings, says", [
+    ("memory=1000000", ["need", "bytes of device memory, but", "are free", "--backend cpu"]),
+    ("memory=66000000", ["need", "bytes of device memory, but", "are free", "--batch-size"]),
+    ("pinned=1000", ["need 16777216 bytes of pinned memory", "--backend cpu"]),
+])
+def test_too_little_for_the_model(model, settings, says):
+    r = emulated(GEN, "-m", model("llama"), "-p", "abc", "-n", 2, "-c", 256, "-s", 1, "--backend", "cuda", settings=settings)
+    assert r.returncode == 1 and r.stdout == "" and len(r.stderr.splitlines()) == 1, r.stderr
+    assert all(text in r.stderr for text in says), r.stderr
+
+
+def test_too_little_for_the_cache(model):
+    """The message names what is wanted, what is free and what to lower; a folder is for the CPU backend."""
+    words = [GEN, "-m", model("llama"), "-p", "abc", "-n", 2, "-s", 1, "--backend", "cuda"]
+    for more, settings, says in [
+            (["-c", 100_000, "--kv-memory", "1G"], f"memory={90 << 20}", ["the KV cache", "bytes of device memory", "--kv-memory"]),
+            (["-c", 100_000, "--kv-memory", "64K", "--kv-offload", "host"], f"pinned={40 << 20}",
+             ["the pages beyond --kv-memory need", "bytes of pinned memory", "--ctx-size"]),
+            (["-c", 256, "--kv-memory", "64K", "--kv-offload", "."], "", ["--kv-offload host"])]:
+        r = emulated(*words, *more, settings=settings)
+        line = r.stderr.splitlines()[-1]
+        assert r.returncode in (1, 2) and r.stdout == "" and all(text in line for text in says), r.stderr

@@ -33,7 +33,7 @@ static void test_addresses(void **unused)
     assert_non_null(base);
     memset(base, 0, 3 * page);
     int32_t pages[3] = { 2, 0, 1 };
-    struct kv_slots v = { &shape, base, pages };
+    struct kv_slots v = { .shape = &shape, .base = base, .pages = pages };
     for (int64_t pos = 0; pos < 192; pos += KV_BLOCK)
         for (int layer = 0; layer < 2; layer++)
             for (int head = 0; head < 3; head++) {
@@ -91,7 +91,7 @@ static void test_waste(void **unused)
     struct kv_table tables[SEQUENCES];
     struct error e;
     int64_t tokens[SEQUENCES] = { 0 }, held = 0, places = 0;
-    assert_true(kv_pool_open(&pool, &small, ALL, &memory, &e));
+    assert_true(kv_pool_open(&pool, &small, ALL, ALL, &memory, &e));
     for (int i = 0; i < SEQUENCES; i++) assert_true(kv_table_open(&tables[i], &pool, LONGEST, &e));
     for (int step = 0; step < 2000; step++) {
         int i = rnd(SEQUENCES);
@@ -118,7 +118,7 @@ static struct shadow shadow[POOLS][TABLES];
 
 static float *place(int p, int t, int64_t pos)
 {
-    struct kv_slots v = { &pool[p].shape, pool[p].base, table[p][t].pages };
+    struct kv_slots v = { .shape = &pool[p].shape, .base = pool[p].base, .pages = table[p][t].pages };
     return (float *)kv_v_tile(&v, 0, 0, pos) + pos % KV_BLOCK;
 }
 
@@ -258,7 +258,7 @@ static void random_operations(size_t limit, const char *folder)
     uint64_t seed = state;
     for (int p = 0; p < POOLS; p++) {
         struct kv_shape shapes[POOLS] = { { 1, 1, 8, 8, KV_F16, KV_F32, 32 }, { 1, 1, 8, 8, KV_F16, KV_F32, 64 } };
-        assert_true(kv_pool_open(&pool[p], &shapes[p], PAGES, &memory, &e));
+        assert_true(kv_pool_open(&pool[p], &shapes[p], PAGES, PAGES, &memory, &e));
         for (int t = 0; t < TABLES; t++) {
             assert_true(kv_table_open(&table[p][t], &pool[p], MOST, &e));
             shadow[p][t].n = 0;
@@ -294,7 +294,7 @@ static void test_checker(void **unused)
     struct kv_pool pool;
     struct kv_table t;
     struct kv_memory memory = { .limit = SIZE_MAX };
-    assert_true(kv_pool_open(&pool, &shape, PAGES, &memory, &e) && kv_table_open(&t, &pool, MOST, &e) &&
+    assert_true(kv_pool_open(&pool, &shape, PAGES, PAGES, &memory, &e) && kv_table_open(&t, &pool, MOST, &e) &&
                 kv_table_grow(&t, &pool, 0, 100));
     assert_true(kv_pool_check(&pool));
     pool.pages[t.pages[0]].refs++;
@@ -401,7 +401,7 @@ static void test_table_remove(void **unused)
     struct kv_pool pool;
     struct kv_table t;
     struct kv_memory memory = { .limit = SIZE_MAX };
-    assert_true(kv_pool_open(&pool, &shape, PAGES, &memory, &e) && kv_table_open(&t, &pool, MOST, &e) &&
+    assert_true(kv_pool_open(&pool, &shape, PAGES, PAGES, &memory, &e) && kv_table_open(&t, &pool, MOST, &e) &&
                 kv_table_grow(&t, &pool, 0, MOST));
     kv_table_drop(&t, &pool, 64, 128);
     int32_t last[] = { t.pages[7], t.pages[8], t.pages[9] }, first = t.pages[0];

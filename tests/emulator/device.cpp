@@ -22,7 +22,7 @@ uintptr_t arena;
 allocation **slot_owner;
 static size_t slots_used;
 static std::deque<allocation> all;                 /* pointers to its elements stay good */
-static size_t in_use;                              /* bytes of device memory */
+static size_t in_use, pinned_in_use;               /* bytes of device memory, of the host's */
 static int live_objects[4];                        /* streams, events, graphs, graph instances */
 static const char *const object_names[4] = { "streams", "events", "graphs", "graph instances" };
 static int opened;
@@ -447,6 +447,8 @@ cudaError_t emulator_malloc_host(void **p, size_t bytes, place at)
 {
     *p = nullptr;
     MAY_FAIL();
+    if (bytes > options().pinned - pinned_in_use) return given(cudaErrorMemoryAllocation);
+    pinned_in_use += bytes;
     if (bytes) allocate(p, bytes, true, at);
     return cudaSuccess;
 }
@@ -467,7 +469,8 @@ cudaError_t cudaFreeHost(void *p)
 {
     if (!p) return cudaSuccess;
     drain_all();
-    take_back(p, true, "cudaFreeHost");
+    allocation &a = take_back(p, true, "cudaFreeHost");
+    pinned_in_use -= a.end - a.start;
     return cudaSuccess;
 }
 cudaError_t cudaHostRegister(void *p, size_t bytes, unsigned)

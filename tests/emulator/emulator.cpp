@@ -19,7 +19,7 @@ namespace emulator {
 const settings &options()
 {
     static const settings s = [] {
-        settings r = { 0, (size_t)1 << 30, 1, 13000, 0, "" };
+        settings r = { 0, (size_t)1 << 30, (size_t)1 << 30, 1, 13000, 0, "" };
         const char *text = getenv("CUDA_EMULATOR");
         std::string all = text ? text : "";
         for (size_t i = 0, j; i < all.size(); i = j + 1) {
@@ -28,6 +28,7 @@ const settings &options()
             std::string value = name.size() < word.size() ? word.substr(name.size() + 1) : "";
             if (name == "seed") r.seed = strtoull(value.c_str(), NULL, 10);
             else if (name == "memory") r.memory = strtoull(value.c_str(), NULL, 10);
+            else if (name == "pinned") r.pinned = strtoull(value.c_str(), NULL, 10);
             else if (name == "devices") r.devices = atoi(value.c_str());
             else if (name == "driver") r.driver = atoi(value.c_str());
             else if (name == "fail") r.fail = atol(value.c_str());
