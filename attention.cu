@@ -25,7 +25,7 @@
  *     decode<16, *>       255        256
  *     prefill<*>          255        1024
  *     append, seal        64         0
- *     mass                128        0
+ *     mass                168        0
  *     compact             64         0
  */
 #include "attention.h"
@@ -39,7 +39,8 @@ enum { DECODE_WARPS = 4, PREFILL_WARPS = 8, PREFILL_EACH = PREFILL_QUERIES / PRE
 
 static __device__ inline unsigned char *page_at(const kv_store &s, int32_t page)
 {
-    return page < s.first_slow ? s.base + (size_t)page * s.page_bytes : s.slow + (size_t)(page - s.first_slow) * s.page_bytes;
+    return page < s.first_slow ? s.base + (size_t)page * s.page_bytes
+                               : s.slow + (size_t)(page - s.first_slow) * s.page_bytes;
 }
 
 /* Keys of `block` (32 tokens), KV head `head`; the values lie at values_of(). */
@@ -1090,8 +1091,8 @@ enum { MASS_WARPS = 4, MASS_EACH = 4 };
 
 static __host__ __device__ inline int mass_columns(int n_q) { return (n_q + MASS_EACH - 1) / MASS_EACH * MASS_EACH; }
 
-/* The weights that a run's queries of one KV head gave to each key, in 2^-32 so that the order of adding does not matter
- * (layer.inc). The keys' blocks are shared out to the warps of gridDim.x blocks. */
+/* The weights that a run's queries of one KV head gave to each key, in 2^-32 so that the order of adding does not
+ * matter (layer.inc). The keys' blocks are shared out to the warps of gridDim.x blocks. */
 static __global__ void __launch_bounds__(MASS_WARPS * WARP) mass_kernel(const __grid_constant__ attention a)
 {
     int group = a.n_head / a.n_kv, head = blockIdx.y, warp = threadIdx.x / WARP;
@@ -1152,6 +1153,12 @@ static __device__ inline void gather_row(unsigned char *dst, int to, const unsig
             ((const T *)(src + scales))[keys ? d * KV_BLOCK + from : from * n + d];
 }
 
+static __device__ inline unsigned char *tile_at(const compaction &c, int layer, int head, bool keys, int block)
+{
+    int32_t page = c.pages[block];
+    return keys ? keys_at(c.main, layer, head, page, block) : values_at(c.main, layer, head, page, block);
+}
+
 /* One head's rows move together, tile by tile: what a tile is to hold comes from there or from behind it, and is read
  * before any of it is written. */
 static __global__ void __launch_bounds__(128) compact_kernel(const __grid_constant__ compaction c)
@@ -1165,22 +1172,19 @@ static __global__ void __launch_bounds__(128) compact_kernel(const __grid_consta
     int n = keys ? c.head_k : c.head_v, bytes = keys ? s.k_tile : s.v_tile, each = KV_BLOCK / c.unit;
     size_t scales = kv_scale_bytes(type, n, keys);
     const int32_t *kept = c.kept + ((size_t)layer * s.n_kv + head) * c.n;
-    auto tile_of = [&](int block) {
-        int32_t page = c.pages[block];
-        return keys ? keys_at(s, layer, head, page, block) : values_at(s, layer, head, page, block);
-    };
     for (int i = 0; i < c.n; i += each) {
         for (int t = warp; t < each; t += warps) {
             int from = kept[i + t];
-            const unsigned char *src = tile_of(from / KV_BLOCK);
+            const unsigned char *src = tile_at(c, layer, head, keys, from / KV_BLOCK);
             if (each == 1)
-                for (int b = threadIdx.x % WARP; b < bytes / 16; b += WARP) ((uint4 *)smem)[b] = ((const uint4 *)src)[b];
+                for (int b = threadIdx.x % WARP; b < bytes / 16; b += WARP)
+                    ((uint4 *)smem)[b] = ((const uint4 *)src)[b];
             else if (type == KV_F32) gather_row<uint32_t>(smem, t, src, from % KV_BLOCK, n, scales, keys);
             else if (kv_sealed(type)) gather_row<uint8_t>(smem, t, src, from % KV_BLOCK, n, scales, keys);
             else gather_row<uint16_t>(smem, t, src, from % KV_BLOCK, n, scales, keys);
         }
         __syncthreads();
-        unsigned char *dst = tile_of((c.begin + i * c.unit) / KV_BLOCK);
+        unsigned char *dst = tile_at(c, layer, head, keys, (c.begin + i * c.unit) / KV_BLOCK);
         for (int b = threadIdx.x; b < bytes / 16; b += blockDim.x) ((uint4 *)dst)[b] = ((const uint4 *)smem)[b];
         __syncthreads();
     }

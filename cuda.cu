@@ -968,8 +968,8 @@ static void *host_alloc(struct gpu *c, size_t bytes, const char *what, const cha
     if (r == cudaErrorMemoryAllocation) {
         size_t available = (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
         cudaGetLastError();
-        fail(c->e, GEN_RUN, "%s need %zu bytes of pinned memory; the system has %zu free, of which not all may be pinned: "
-             "%s", what, bytes, available, lower);
+        fail(c->e, GEN_RUN, "%s need %zu bytes of pinned memory; the system has %zu free, of which not all may be "
+             "pinned: %s", what, bytes, available, lower);
         return NULL;
     }
     return check(c, r, "cudaMallocHost", what) ? p : NULL;

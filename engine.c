@@ -209,8 +209,8 @@ static bool open_backend(struct engine *g, const struct backend_options *o, stru
         return fail(e, GEN_USAGE, "--tensor-parallel divides a model over processors only: use --backend cpu");
     bool file = g->o.kv_offload && strcmp(g->o.kv_offload, "host");
     if (g->o.backend == BACKEND_CUDA && file)
-        return fail(e, GEN_USAGE, "--kv-offload DIR is for the CPU backend: with CUDA pages go to the memory of the host, "
-                    "--kv-offload host");
+        return fail(e, GEN_USAGE, "--kv-offload DIR is for the CPU backend: with CUDA pages go to the memory of the "
+                    "host, --kv-offload host");
     bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !file;
     if (can && cuda_open(&g->b, g->m, o, &why)) return true;
     if (can) memcpy(g->note, why.text, sizeof g->note);
