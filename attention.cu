@@ -25,7 +25,7 @@
  *     decode<16, *>       255        256
  *     prefill<*>          255        1024
  *     append, seal        64         0
- *     mass                168        0
+ *     mass                128        0
  *     compact             64         0
  */
 #include "attention.h"
