@@ -25,7 +25,7 @@
  *     decode<16, *>       255        256
  *     prefill<*>          255        1024
  *     append, seal        64         0
- *     mass                128        0
+ *     mass                168        0
  *     compact             64         0
  */
 #include "attention.h"
@@ -1093,7 +1093,7 @@ static __host__ __device__ inline int mass_columns(int n_q) { return (n_q + MASS
 
 /* The weights that a run's queries of one KV head gave to each key, in 2^-32 so that the order of adding does not
  * matter (layer.inc). The keys' blocks are shared out to the warps of gridDim.x blocks. */
-static __global__ void __launch_bounds__(MASS_WARPS * WARP) mass_kernel(const __grid_constant__ attention a)
+static __global__ void __launch_bounds__(MASS_WARPS * WARP, 3) mass_kernel(const __grid_constant__ attention a)
 {
     int group = a.n_head / a.n_kv, head = blockIdx.y, warp = threadIdx.x / WARP;
     wait_for_previous();
