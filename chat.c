@@ -404,22 +404,42 @@ bool conversation_add_known(struct conversation *c, const struct json_t *message
     return true;
 }
 
+/* A conversation of the system message of `c`, if there is one, and a message (which is taken over). */
+static bool open_short(struct conversation **out, const struct conversation *c, json_t *message, struct error *e)
+{
+    bool system = conversation_length(c) && strcmp(conversation_role(c, 0), "system") == 0;
+    if (conversation_open(out, c->chat, e)
+        && (!system || conversation_push(*out, json_incref(json_array_get(c->messages, 0)), e)))
+        return conversation_push(*out, message, e);
+    json_decref(message);
+    return false;
+}
+
 bool conversation_head(const struct conversation *c, size_t *n, struct error *e)
 {
     struct conversation *two[2] = { NULL, NULL };
     const struct ids *ids[2];
-    bool system = conversation_length(c) && strcmp(conversation_role(c, 0), "system") == 0, ok = true, told = true;
+    bool ok = true, told = true;
     struct error why;
     *n = 0;
     for (int i = 0; i < 2 && ok; i++) {
-        ok = conversation_open(&two[i], c->chat, e)
-          && (!system || conversation_push(two[i], json_incref(json_array_get(c->messages, 0)), e))
-          && conversation_add(two[i], "user", i ? "b" : "a", 1, e);
+        ok = open_short(&two[i], c, new_message("user", i ? "b" : "a", 1), e);
         told = ok && told && conversation_prompt(two[i], &ids[i], &why);
     }
     if (ok && told)
         while (*n < ids[0]->len && *n < ids[1]->len && ids[0]->data[*n] == ids[1]->data[*n]) ++*n;
     conversation_close(two[0]);
     conversation_close(two[1]);
+    return ok;
+}
+
+bool conversation_alone(const struct conversation *c, size_t *n, struct error *e)
+{
+    struct conversation *alone = NULL;
+    const struct ids *ids;
+    json_t *last = json_array_get(c->messages, conversation_length(c) - 1);
+    bool ok = open_short(&alone, c, json_incref(last), e) && conversation_prompt(alone, &ids, e);
+    if (ok) *n = ids->len;
+    conversation_close(alone);
     return ok;
 }

@@ -74,6 +74,9 @@ bool conversation_prompt(struct conversation *c, const struct ids **out, struct 
 /* How many ids the prompt of every conversation with this system message begins with: *n, 0 where the template cannot
  * tell. Errors: GEN_RUN for memory. */
 bool conversation_head(const struct conversation *c, size_t *n, struct error *e);
+/* How many ids the prompt would have if the last message were the first, after the system message. Errors:
+ * conversation_prompt's. */
+bool conversation_alone(const struct conversation *c, size_t *n, struct error *e);
 /* The text that conversation_prompt rendered last. */
 const struct bytes *conversation_text(const struct conversation *c);
 /* The model's reply to the last prompt: the generated ids, the end token not among them, and the text made of them,

@@ -143,18 +143,25 @@ static bool take(void *user, int32_t id, size_t index, const float *logits, bool
     return stream_add(r->stream, id, stopped, e) && show_new(r, e);
 }
 
+/* A chat that slides takes every message that would fit at its beginning, whatever of it is in the cache. */
+static bool check_length(const struct session *s, size_t n, struct error *e)
+{
+    long long ctx = s->in->ctx;
+    if ((int64_t)n <= ctx || s->options->window) return true;
+    if (!s->in->sinks)
+        return fail(e, GEN_USAGE, "the chat would have %zu tokens with this message, but the context holds %lld: "
+                                  "shorten the message, or /undo and /clear make room", n, ctx);
+    if (!conversation_alone(s->conversation, &n, e)) return false;
+    return (int64_t)n <= ctx
+        || fail(e, GEN_USAGE, "a chat of this message alone would have %zu tokens, but the context holds %lld: "
+                              "shorten the message or the system message", n, ctx);
+}
+
 /* The prompt's ids go to s->tokens; refused when they do not fit. */
 static bool make_prompt(struct session *s, struct error *e)
 {
     const struct ids *ids;
-    const int32_t *held = sequence_tokens(s->sequence);
-    int64_t ctx = s->in->ctx, n = sequence_length(s->sequence), same = 0;
-    if (!conversation_prompt(s->conversation, &ids, e)) return false;
-    while (same < n && same < (int64_t)ids->len && held[same] == ids->data[same]) same++;
-    bool fits = (int64_t)ids->len <= ctx || (s->in->sinks && (int64_t)ids->len - same <= ctx - s->in->sinks);
-    if (!fits && !s->options->window)
-        return fail(e, GEN_USAGE, "the chat would have %zu tokens with this message, but the context holds %lld: "
-                                  "shorten the message, or /undo and /clear make room", ids->len, (long long)ctx);
+    if (!conversation_prompt(s->conversation, &ids, e) || !check_length(s, ids->len, e)) return false;
     if (!ids->len) return fail(e, GEN_USAGE, "the chat template makes an empty prompt of this message");
     s->tokens.len = 0;
     for (size_t i = 0; i < ids->len; i++)

@@ -333,6 +333,26 @@ def test_full_context(gen, rand, kind):
     assert 1 <= n and roomy[:40 * n] == text[:40 * n] and roomy != text
 
 
+def test_full_context_anew(gen, rand, tmp_path):
+    """A chat longer than the context goes on when nothing of it is cached any more, with the replies of that window; a
+    message that is too long by itself is refused with both numbers, and the chat stays."""
+    file, sys = tmp_path / "talk", "Be brief."
+    args = ["-n", "40", "--ignore-eos", "-c", "256"]
+    first = ["a" * 60, "b" * 60, "c" * 60]
+    for before in ([f"/system {sys}"], [f"/save {file}", "/clear", f"/load {file}"]):
+        said = [*first, *before, "d", "e" * 300, "f"]
+        text, turns, err = chat(gen, rand, *said, args=args)
+        sinks = int(re.search(r"context of 256 tokens is full.* first (\d+) with", err)[1])
+        windowed, _, _ = chat(gen, rand, *(line for line in said if line[0] != "e"),
+                              args=[*args, "--window", 256 - sinks, "--sinks", sinks])
+        assert text == windowed and len(turns) == 5 and turns[3][0] > 256 and turns[4][1] > 256
+        assert 300 < int(re.search(r"would have (\d+) tokens, but the context holds 256", err)[1]) < turns[3][0]
+    # from a run with more room
+    chat(gen, rand, *first, f"/save {file}", args=["-n", "40", "--ignore-eos", "-c", "2048"])
+    _, turns, err = chat(gen, rand, f"/load {file}", "d", args=args)
+    assert "6 messages are loaded" in err and turns[0][0] > 256
+
+
 def test_endless_reply(gen, loop):
     """A reply that does not end by itself ends when the context holds nothing but it."""
     text, _, err = chat(gen, loop, "x", "y", args=["-c", "128"])
