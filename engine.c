@@ -213,8 +213,10 @@ static bool open_backend(struct engine *g, const struct backend_options *o, stru
                     "host, --kv-offload host");
     bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !file;
     if (can && cuda_open(&g->b, g->m, o, &why)) return true;
-    if (can) memcpy(g->note, why.text, sizeof g->note);
     if (g->o.backend == BACKEND_CUDA) return *e = why, false;
+    char *advice = strstr(why.text, ": use --backend cpu");
+    if (advice) *advice = '\0';        /* which is what happens */
+    if (can) memcpy(g->note, why.text, sizeof g->note);
     return cpu_open(&g->b, g->m, o, e);
 }
 

@@ -355,12 +355,14 @@ static bool choose_types(struct program *p, int64_t asked, struct error *e)
     bool auto_k = o->type_k == CACHE_AUTO, auto_v = o->type_v == CACHE_AUTO;
     struct engine_options eo = engine_options(p, asked ? asked : p->model->n_ctx);
     if (!auto_k && !auto_v) return true;
+    if (o->kv_memory) eo.max_sequences = 1;      /* as for the context */
     uint64_t room = cache_room(p->model, o->kv_memory, memory_for(p));
     if (!finest_types(p->model, &eo, auto_k, auto_v, room, e)) return false;
     o->type_k = eo.type_k;
     o->type_v = eo.type_v;
-    note(p, "types chosen for the cache of %lld tokens: keys %s, values %s", (long long)eo.ctx,
-         kv_type_name(eo.type_k), kv_type_name(eo.type_v));
+    if (eo.ctx)
+        note(p, "types chosen for the cache of %lld tokens: keys %s, values %s", (long long)eo.ctx,
+             kv_type_name(eo.type_k), kv_type_name(eo.type_v));
     return true;
 }
 
@@ -379,8 +381,13 @@ static bool choose_context(struct program *p, int64_t asked, int64_t *ctx, struc
     if (!asked) {
         if (eo.window && !engine_estimate(m, &eo, &need, e)) return false;
         *ctx = largest_context(m, &eo, m->n_ctx, cache_room(m, budget, available));
-        return *ctx || fail(e, GEN_RUN, "%s needs more memory than the %s %s", budget ? "one block of 32 tokens"
-                                                                                      : "the model", a, whose);
+        if (*ctx) return true;
+        if (!budget) return fail(e, GEN_RUN, "the model needs more memory than the %s %s", a, whose);
+        eo.ctx = KV_BLOCK;
+        return engine_estimate(m, &eo, &need, e)
+            && fail(e, GEN_RUN, "the cache of %s needs %zu bytes (%s), more than the %s %s: raise it", eo.window ?
+                    "the window" : "one block of 32 tokens", need.bytes_reserved,
+                    human_bytes((double)need.bytes_reserved, b), a, whose);
     }
     *ctx = asked;
     if (!engine_estimate(m, &eo, &need, e)) return false;
@@ -393,11 +400,19 @@ static bool choose_context(struct program *p, int64_t asked, int64_t *ctx, struc
     return true;
 }
 
-static bool prompt_fits(const struct program *p, int64_t ctx, struct error *e)
+/* What makes room for a longer prompt than the context of `ctx` tokens, which was asked for or (0) chosen. */
+static const char *longer_context(const struct program *p, int64_t asked, int64_t ctx)
+{
+    if (asked || ctx >= p->model->n_ctx) return "raise --ctx-size";
+    if (!p->o.kv_memory) return "choose smaller types with -ctk and -ctv";
+    return p->o.layout == KV_PAGED && !p->comm ? "raise --kv-memory, add --kv-offload host" : "raise --kv-memory";
+}
+
+static bool prompt_fits(const struct program *p, int64_t asked, int64_t ctx, struct error *e)
 {
     return (int64_t)p->n_prompt <= ctx || p->o.window
-        || fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: raise --ctx-size or shorten "
-                              "the prompt", p->n_prompt, (long long)ctx);
+        || fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: %s or shorten the prompt",
+                p->n_prompt, (long long)ctx, longer_context(p, asked, ctx));
 }
 
 /* What is not exact is said once. */
@@ -422,7 +437,7 @@ static bool open_engine(struct program *p, int64_t asked, struct error *e)
 {
     int64_t ctx;
     char a[32];
-    if (!choose_context(p, asked, &ctx, e) || !prompt_fits(p, ctx, e)) return false;
+    if (!choose_context(p, asked, &ctx, e) || !prompt_fits(p, asked, ctx, e)) return false;
     struct engine_options eo = engine_options(p, ctx);
     while (p->ctx = eo.ctx, !engine_open(&p->engine, p->model, &eo, e)) {
         if (asked || p->o.window || p->comm || e->code != GEN_RUN || eo.ctx < 2 * KV_BLOCK) return false;
@@ -445,7 +460,7 @@ static bool open_engine(struct program *p, int64_t asked, struct error *e)
              (long long)engine_ctx(p->engine), p->o.layout == KV_PAGED ? "paged" : "contiguous",
              human_bytes((double)engine_kv_usage(p->engine).bytes_reserved, a));
     }
-    return prompt_fits(p, eo.ctx, e);
+    return prompt_fits(p, asked, eo.ctx, e);
 }
 
 /* ---- the cache on disk ------------------------------------------------------------------------------------------- */
@@ -819,6 +834,7 @@ static bool open_batch(struct program *p, struct request_context *c, struct erro
     c->chats = chats;
     c->plain = name >= 4 && strcmp(o->lines + name - 4, ".txt") == 0;
     c->ctx = ok ? engine_ctx(p->engine) : 0;
+    c->longer = ok ? longer_context(p, o->ctx, c->ctx) : NULL;
     return ok;
 }
 

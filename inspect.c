@@ -239,13 +239,24 @@ bool finest_types(const struct model *m, struct engine_options *o, bool auto_k, 
                   struct error *e)
 {
     static const enum kv_type steps[] = { KV_F16, KV_INT8, KV_INT4 };
+    struct engine_options best = *o, least = *o;
     struct kv_usage usage;
+    size_t bytes = SIZE_MAX;
+    best.ctx = 0;
     for (int i = 0; i < 5; i++) {
-        if (auto_k) o->type_k = steps[auto_v ? i / 2 : i < 2 ? i : 2];
-        if (auto_v) o->type_v = steps[auto_k ? (i + 1) / 2 : i < 2 ? i : 2];
-        if (!engine_estimate(m, o, &usage, e)) return false;
-        if (usage.bytes_reserved <= room) break;
+        struct engine_options try = *o;
+        if (auto_k) try.type_k = steps[auto_v ? i / 2 : i < 2 ? i : 2];
+        if (auto_v) try.type_v = steps[auto_k ? (i + 1) / 2 : i < 2 ? i : 2];
+        if (!engine_estimate(m, &try, &usage, e)) return false;
+        if (usage.bytes_reserved <= room) return *o = try, true;
+        try.ctx = largest_context(m, &try, o->ctx, room);
+        if (try.ctx > best.ctx) best = try;
+        struct engine_options block = try;
+        block.ctx = KV_BLOCK;
+        if (!engine_estimate(m, &block, &usage, e)) return false;
+        if (usage.bytes_reserved < bytes) bytes = usage.bytes_reserved, least = try;
     }
+    *o = best.ctx ? best : least;
     return true;
 }
 

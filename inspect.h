@@ -30,7 +30,9 @@ uint64_t cache_room(const struct model *m, int64_t budget, uint64_t available);
 int64_t largest_context(const struct model *m, const struct engine_options *o, int64_t most, uint64_t room);
 
 /* Chooses o->type_k where auto_k, o->type_v where auto_v: the finest of f16, int8 and int4, keys never coarser than
- * values, with which the cache of o->ctx tokens fits into `room` bytes; the coarsest where none does. */
+ * values, with which the cache of o->ctx tokens fits into `room` bytes. Where none does, those with which the largest
+ * context fits, which o->ctx becomes (sealed types keep rows of a chunk as they are, whatever the context: a small room
+ * may hold more tokens in f16); 0 and those that take the least when not even one block fits. */
 bool finest_types(const struct model *m, struct engine_options *o, bool auto_k, bool auto_v, uint64_t room,
                   struct error *e);
 

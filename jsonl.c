@@ -281,8 +281,8 @@ static bool read_line(struct request *r, const struct request_context *c, const 
     if (!(c->plain ? encode_text(r, c, line->data, line->len, e) : read_object(r, c, line, e))) return false;
     if (r->o.seed < 0) r->o.seed = c->seed;
     if ((int64_t)r->prompt.len > c->ctx)
-        return fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: raise --ctx-size or shorten "
-                                  "the prompt", r->prompt.len, (long long)c->ctx);
+        return fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: %s or shorten the prompt",
+                    r->prompt.len, (long long)c->ctx, c->longer);
     return true;
 }
 

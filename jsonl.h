@@ -40,6 +40,7 @@ struct request_context {
     bool plain;                        /* a line is a prompt, not JSON */
     bool keep;                         /* lines are sent to other processes */
     int64_t ctx;                       /* tokens that a prompt may have */
+    const char *longer;                /* what raises it, as advice */
     int64_t seed;                      /* in place of -1 */
     char base[65];                     /* hash of all that answers depend on beside their line */
 };

@@ -82,3 +82,42 @@ def test_chat_in_a_budget(gen, model):
     for kind, budget in (("f16", "1M"), ("int4", "1M"), ("f16", "100M")):
         r = gen.ok(*talk, "-ctk", kind, "-ctv", kind, "--kv-memory", budget, "-b", "64", stdin="hello\n" * 12)
         assert r.err.count("tokens (") == 12
+
+
+def test_small_budget_takes_the_types_with_the_largest_context(gen, model):
+    """Sealed types keep rows of a chunk as they are, whatever the context: in a small budget f16 may hold more."""
+    chosen = set()
+    for kilobytes in (64, 400, 1000, 1900):
+        budget, largest = str(kilobytes << 10), {}
+        for k, v in PAIRS:
+            listed = json.loads(gen.ok("-m", model, "--dry-run", "--json", "--kv-memory", budget, "-ctk", k, "-ctv", v).text)
+            largest.update({(c["type_k"], c["type_v"]): min(c["largest_ctx"], 4096) for c in listed["cache"]})
+        most = max(largest[pair] for pair in PAIRS)
+        k, v, got, err = run(gen, model, "-ctk", "auto", "-ctv", "auto", "--kv-memory", budget)
+        finest = next(pair for pair in PAIRS if largest[pair] == most)
+        assert (k, v) == finest and f"the cache of {most} tokens: keys {k}, values {v}" in err
+        assert most == 4096 or f"4096 to {most} tokens" in err
+        chosen.add(k)
+    assert {"f16", "int4"} <= chosen
+
+
+def test_budget_below_one_block_says_what_is_needed(gen, model):
+    for types in (["int8", "int8"], ["f16", "f16"], ["auto", "auto"]):
+        words = ["-q", "-m", model, "-p", "ab", "-n", "2", "-ctk", types[0], "-ctv", types[1], "--kv-memory"]
+        line = gen.refused(*words, "1K", rc=1, says=["one block of 32 tokens needs", "--kv-memory"])
+        need = int(re.search(r"needs (\d+) bytes", line)[1])
+        gen.refused(*words, str(need - 1), rc=1, says=str(need))
+        gen.ok(*words, str(need))
+
+
+def test_long_prompt_names_what_lowered_the_context(gen, model, tmp_path):
+    words = ["-q", "-m", model, "-p", "ab" * 600, "-n", "1"]
+    line = gen.refused(*words, "--kv-memory", "200K", rc=2, says=["raise --kv-memory", "--kv-offload"])
+    assert "--ctx-size" not in line
+    assert "--kv-offload" not in gen.refused(*words, "--kv-memory", "200K", "--kv-layout", "contiguous", rc=2,
+                                             says="raise --kv-memory")
+    gen.refused(*words, "-c", "64", rc=2, says="raise --ctx-size")
+    lines = tmp_path / "in.txt"
+    lines.write_text("ab" * 600 + "\n")
+    r = gen("-q", "-m", model, "--batch", lines, "--kv-memory", "200K")
+    assert r.rc == 1 and "raise --kv-memory" in json.loads(r.text)["error"]["message"]
