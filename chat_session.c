@@ -347,6 +347,8 @@ static bool command_read(struct session *s, const char *arg, struct error *e)
 static bool command_save(struct session *s, const char *arg, struct error *e)
 {
     struct bytes messages = { 0 };
+    int64_t cached;
+    char note[500] = "";
     if (!*arg) return say("/save needs a file: /save FILE"), true;
     /* The last token of a reply is in the cache only if one came after it. */
     size_t held = (size_t)sequence_length(s->sequence);
@@ -354,12 +356,13 @@ static bool command_save(struct session *s, const char *arg, struct error *e)
     if (held <= s->tokens.len && (!held || memcmp(tokens.data, s->tokens.data, held * sizeof *tokens.data) == 0))
         tokens = s->tokens;
     bool ok = conversation_json(s->conversation, &messages, e);
-    if (ok && !s->in->save(s->in->user, arg, &messages, &tokens, e)) {
+    if (ok && !s->in->save(s->in->user, arg, &messages, &tokens, &cached, note, e)) {
         say("gen: %s", e->text);
         *e = (struct error){ 0 };
     } else if (ok) {
-        say("%zu messages and the cache of %lld tokens are in %s.", conversation_length(s->conversation),
-            (long long)sequence_length(s->sequence), arg);
+        if (*note) say("gen: %s", note);
+        say("%zu messages and the cache of %lld of their %zu tokens are in %s.", conversation_length(s->conversation),
+            (long long)cached, tokens.len, arg);
     }
     bytes_free(&messages);
     return ok;

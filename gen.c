@@ -536,19 +536,23 @@ static bool save_store(struct program *p, struct error *e)
 
 /* Keeps the chat in a file; see chat_session.h. */
 static bool save_chat(void *user, const char *path, const struct bytes *messages, const struct ids *tokens,
-                      struct error *e)
+                      int64_t *cached, char said[500], struct error *e)
 {
     struct program *p = user;
     struct error ignored = { 0 };
     struct kvstore_text t = { .tokens = tokens->data, .n_tokens = (int64_t)tokens->len, .messages = *messages };
-    if (p->comm) return fail(e, GEN_RUN, "the cache is divided over several processes and cannot be saved");
+    bool holes = p->o.evict && sequence_evicted(p->sequence) > 0;
+    if (holes || p->comm)
+        snprintf(said, 500, "the cache %s: only the messages are kept",
+                 holes ? "has holes because of --evict" : "is divided over several processes");
     struct kvstore *k = kvstore_file_open(path, KVSTORE_REPLACE, &ignored);
     if (!k) return *e = ignored, false;
     bool ok = find_fingerprint(p, k, e);
     engine_root_key(p->engine, p->fingerprint, t.root);
     memcpy(t.fingerprint, p->fingerprint, 32);
     ok = ok && (settings_text(p, &t.settings) || fail(e, GEN_RUN, "cannot allocate memory for the settings"))
-      && sequence_store(p->sequence, k, t.root, e) && kvstore_file_save(k, &t, e);
+      && (*said || sequence_store(p->sequence, k, t.root, e)) && kvstore_file_save(k, &t, e);
+    if (ok) *cached = kvstore_file_text(k)->n_blocks * KV_BLOCK;
     bytes_free(&t.settings);
     k->close(k);
     return ok;
@@ -564,7 +568,9 @@ static bool load_chat(void *user, const char *path, struct bytes *messages, stru
     const struct kvstore_text *t = k ? kvstore_file_text(k) : NULL;
     bool ok = k && !why.code, made = ok && t && t->messages.len;
     if (!ok) *e = why;
-    else if (!made) ok = fail(e, GEN_RUN, "%s holds no chat", path);
+    else if (!made)
+        ok = access(path, F_OK) != 0 ? fail(e, GEN_RUN, "cannot read %s: %s", path, strerror(errno))
+                                     : fail(e, GEN_RUN, "%s holds no chat", path);
     ok = ok && (bytes_add(messages, t->messages.data, t->messages.len)
                 || fail(e, GEN_RUN, "cannot allocate memory for the chat"));
     for (int64_t i = 0; ok && i < t->n_tokens && t->tokens[i] >= 0 && t->tokens[i] < p->model->n_vocab; i++)

@@ -390,13 +390,24 @@ def test_save_and_load(gen, mkfix, tmp_path, kind, window):
     first, second = ["a" * 40, "b" * 60], ["c", "/undo", "/undo", "d"]
     text, turns, _ = chat(gen, model, *first, *second, args=args)
     before, _, err = chat(gen, model, *first, f"/save {file}", args=args)
-    assert "4 messages" in err and os.stat(file).st_mode & 0o777 == 0o600
+    there = re.search(r"4 messages and the cache of (\d+) of their (\d+) tokens are in", err)
+    assert os.stat(file).st_mode & 0o777 == 0o600 and int(there[2]) == turns[1][3]
     after, loaded, err = chat(gen, model, "x", f"/load {file}", *second, args=args)
     assert text == before + after[len(chat(gen, model, "x", args=args)[0]):]
     held = int(re.search(r"4 messages are loaded; (\d+) of", err)[1])
     assert held > turns[1][3] - 33 and loaded[1][1] >= held // 32 * 32
     shown = json.loads(gen.ok("--inspect", file, "--json").text)
-    assert shown["messages"] == 4 and shown["settings"]["type_k"] == kind
+    assert shown["messages"] == 4 and shown["settings"]["type_k"] == kind and int(there[1]) == 32 * shown["blocks"]
+
+
+def test_save_with_holes(gen, rand, tmp_path):
+    """Eviction leaves a cache that is of no use to others: the messages are saved, and go on."""
+    file, args = tmp_path / "talk", ["-n", "20", "--evict", "attention", "--kv-budget", "160"]
+    text, _, err = chat(gen, rand, "a" * 150, "b" * 60, f"/save {file}", "c", args=args)
+    assert "--evict: only the messages" in err and "4 messages and the cache of 0 of" in err
+    assert json.loads(gen.ok("--inspect", file, "--json").text)["blocks"] == 0
+    _, turns, err = chat(gen, rand, f"/load {file}", "c", args=args)
+    assert "4 messages are loaded; 0 of" in err and turns[0][0] > 210 and turns[0][1] == 0
 
 
 def test_save_and_load_refuse(gen, chain, rand, tmp_path):
@@ -419,6 +430,7 @@ def test_save_and_load_refuse(gen, chain, rand, tmp_path):
     empty = tmp_path / "c"
     gen.ok("-m", chain, "-p", "x", "-n", "1", "--prompt-cache", empty)
     assert "holds no chat" in chat(gen, chain, f"/load {empty}")[2]
+    assert f"cannot read {tmp_path}/none: No such file" in chat(gen, chain, f"/load {tmp_path}/none")[2]
 
 
 # ---- through a pipe
