@@ -177,7 +177,7 @@ static bool finish(struct scheduler *b, struct task *t, json_t *response, const 
     task_rest(t);
     t->state = DONE;
     t->failed = why != NULL;
-    b->status->answered++;
+    b->status->answered += !t->failed;
     b->status->failed += t->failed;
     return true;
 }
@@ -246,6 +246,12 @@ static bool append(struct scheduler *b, struct request *r, int sample, int64_t i
     return true;
 }
 
+/* An empty line asks for nothing; in plain text, spaces are a prompt. */
+static bool is_empty(const struct scheduler *b, const struct line *line)
+{
+    return line->data && strspn(line->data, b->o.context->plain ? "\r" : " \t\r") >= line->len;
+}
+
 /* Makes a task of the next answer that is asked for; false also when none is known yet. */
 static bool next_task(struct scheduler *b, int wait_ms, bool *any, struct error *e)
 {
@@ -257,7 +263,7 @@ static bool next_task(struct scheduler *b, int wait_ms, bool *any, struct error 
         if (state == FEED_END) b->ended = true;
         if (state == FEED_FAILED) return false;
         if (state != FEED_LINE) return true;
-        if (line.data && !b->o.context->plain && strspn(line.data, " \t\r") >= line.len) continue;
+        if (is_empty(b, &line)) continue;
         if (!request_make(&b->current, b->o.context, &line, e)) return false;
         b->next_sample = 0;
     }
@@ -366,7 +372,7 @@ static bool take_answers(struct scheduler *b, struct error *e)
         ok = bytes_add(&t->record, data, p.n) || fail(e, GEN_RUN, "cannot allocate memory for an answer");
         t->state = DONE;
         t->failed = p.failed;
-        b->status->answered++;
+        b->status->answered += !t->failed;
         b->status->failed += t->failed;
         b->n_away--;
     }
@@ -739,6 +745,25 @@ static void add_ranks(struct scheduler *b)
     }
 }
 
+/* Counts the lines that an interrupted run leaves without an answer: those under way, and of a regular file those that
+ * are not read yet. A line whose first sample is known has its answer. */
+static bool count_unanswered(struct scheduler *b, struct error *e)
+{
+    struct batch_status *s = b->status;
+    const struct request *counted = NULL;
+    enum feed_state state = FEED_LINE;
+    struct line line;
+    char key[65];
+    for (struct task *t = b->first; t; counted = t->request, t = t->next) s->unanswered += t->request != counted;
+    s->unanswered += b->current && b->current != counted;
+    s->unread = !b->ended && feed_share(b->o.feed) < 0;
+    while (!b->ended && !s->unread && (state = feed_next(b->o.feed, 0, &line, e)) == FEED_LINE) {
+        request_key(key, b->o.context, &line);
+        s->unanswered += !is_empty(b, &line) && !journal_take(b->o.journal, key, 0);
+    }
+    return state != FEED_FAILED;
+}
+
 static bool exchange(struct scheduler *b, struct error *e)
 {
     return !b->o.comm || (comm_rank(b->o.comm) ? ask_rank_0(b, e) : serve_ranks(b, e));
@@ -757,7 +782,7 @@ static bool run(struct scheduler *b, struct error *e)
             if (b->ended && !b->first) return true;
             usleep(500);
         } else if ((*b->o.stop || (b->ended && !b->status->waiting)) && ranks_ended(b)) {
-            return write_answers(b, e);
+            return write_answers(b, e) && (!*b->o.stop || count_unanswered(b, e));
         } else if (b->o.comm) {
             usleep(500);
         }
@@ -801,8 +826,8 @@ static double time_left(const struct batch_status *s)
 static bool describe_json(struct bytes *out, const struct batch_status *s, bool last, struct error *e)
 {
     json_t *object = json_pack(
-        "{s:b, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f, s:I, s:f, s:f, s:i, s:i, s:f, s:I, s:I, s:I}",
-        "done", last, "answers", (json_int_t)s->answered, "failed", (json_int_t)s->failed,
+        "{s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f, s:I, s:f, s:f, s:i, s:i, s:f, s:I, s:I, "
+        "s:I}", "done", last, "unanswered", (json_int_t)s->unanswered, "answers", (json_int_t)s->answered, "failed", (json_int_t)s->failed,
         "known", (json_int_t)s->known, "running", (json_int_t)s->running, "waiting", (json_int_t)s->waiting,
         "seconds", json_ms(s->seconds) / 1e3, "prompt_tokens", (json_int_t)s->prompt_tokens,
         "prefilled_tokens", (json_int_t)s->prefilled, "repeated_tokens", (json_int_t)s->repeated,
@@ -818,7 +843,7 @@ static bool describe_json(struct bytes *out, const struct batch_status *s, bool 
 bool batch_describe(struct bytes *out, const struct batch_status *s, bool json, bool last, struct error *e)
 {
     if (json) return describe_json(out, s, last, e);
-    bool ok = bytes_printf(out, "%lld answers", (long long)s->answered);
+    bool ok = bytes_printf(out, "%lld answer%s", (long long)s->answered, s->answered == 1 ? "" : "s");
     if (s->failed) ok = ok && bytes_printf(out, ", %lld failed", (long long)s->failed);
     if (s->known) ok = ok && bytes_printf(out, ", %lld known", (long long)s->known);
     ok = ok && bytes_printf(out, ", %.1f t/s", rate(s));

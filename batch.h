@@ -10,7 +10,9 @@
 
 /* How far a run is, and what it took. */
 struct batch_status {
-    int64_t answered, failed;          /* answers of this run; failed ones are counted in both */
+    int64_t answered, failed;          /* answers of this run, and lines or samples that got an error instead */
+    int64_t unanswered;                /* lines that a signal left without one, as far as they can be read */
+    bool unread;                       /* there may be more of them */
     int64_t known;                     /* answered by the run that this one resumes */
     int64_t waiting, running;
     int64_t prompt_tokens;             /* of the prompts of the answers begun */

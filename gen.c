@@ -817,9 +817,16 @@ static bool answer_lines(struct program *p, struct batch_options *bo, struct err
     else if (!o->quiet) print_status(&s, false, true, "gen: ", "\n");
     if (ok && !stop_now && other)
         note(p, "%lld answers in %s belong to other lines, options or models", (long long)other, o->output);
-    if (!ok || stop_now || (!s.failed && !journal_errors(bo->journal))) return ok;
-    return fail(e, GEN_RUN, "%lld lines have no answer: see \"error\" in %s",
-                (long long)(s.failed + journal_errors(bo->journal)), o->output ? o->output : "the output");
+    if (ok && stop_now && s.unanswered)
+        note(p, "interrupted: %s%lld line%s no answer%s", s.unread ? "at least " : "", (long long)s.unanswered,
+             s.unanswered == 1 ? " has" : "s have",
+             o->output ? "; the same command with --resume goes on" : ", and only with -o FILE can --resume go on");
+    else if (ok && stop_now && s.unread)
+        note(p, "interrupted: lines that were not read have no answer");
+    int64_t failed = s.failed + journal_errors(bo->journal);
+    if (!ok || stop_now || !failed) return ok;
+    return fail(e, GEN_RUN, "%lld %s no answer: see \"error\" in %s", (long long)failed,
+                failed == 1 ? "line has" : "lines have", o->output ? o->output : "the output");
 }
 
 static bool open_batch(struct program *p, struct request_context *c, struct error *no_chat, struct error *e)

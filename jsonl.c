@@ -286,17 +286,22 @@ static bool read_line(struct request *r, const struct request_context *c, const 
     return true;
 }
 
-bool request_make(struct request **out, const struct request_context *c, const struct line *line, struct error *e)
+void request_key(char key[65], const struct request_context *c, const struct line *line)
 {
     char both[2 * 64];
+    memcpy(both, c->base, 64);
+    memcpy(both + 64, line->hash, 64);
+    sha256_hex(both, sizeof both, key);
+}
+
+bool request_make(struct request **out, const struct request_context *c, const struct line *line, struct error *e)
+{
     struct request *r = alloc_zeroed(1, sizeof *r, "a line of the batch", e);
     *out = r;
     if (!r) return false;
     r->number = line->number;
     r->refs = 1;
-    memcpy(both, c->base, 64);
-    memcpy(both + 64, line->hash, 64);
-    sha256_hex(both, sizeof both, r->key);
+    request_key(r->key, c, line);
     memcpy(r->hash, line->hash, sizeof r->hash);
     bool ok = !c->keep || !line->data || bytes_add(&r->line, line->data, line->len)
            || fail(e, GEN_RUN, "cannot allocate memory for a line");

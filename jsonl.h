@@ -65,6 +65,8 @@ struct request {
     struct error error;                /* why it cannot be answered; code 0 = it can */
 };
 
+/* A line's key, 64 hexadecimal digits: see struct request. */
+void request_key(char key[65], const struct request_context *c, const struct line *line);
 /* What is wrong with the line is told by the request. Errors: GEN_RUN when memory is out. */
 bool request_make(struct request **out, const struct request_context *c, const struct line *line, struct error *e);
 /* Gives one reference back. r may be NULL. */

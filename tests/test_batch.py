@@ -205,9 +205,12 @@ def test_plain_text(gen, chain, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeff:\r\nx:\n\n:".encode())
     r = gen("-q", "-m", chain, "--temp", "0", "--batch", file)
+    assert r.rc == 0 and [a["response"]["text"] for a in answers(r)] == ["abcd!"] * 3
+    file.write_bytes(b"\r\n\n:\n\n" + b"x" * 600 + b":\n\n")
+    r = gen("-m", chain, "--temp", "0", "--batch", file)
     got = answers(r)
-    assert r.rc == 1 and [a.get("response", {}).get("text") for a in got] == ["abcd!", "abcd!", None, "abcd!"]
-    assert got[2]["error"]["line"] == 3 and "empty" in got[2]["error"]["message"]
+    assert r.rc == 1 and got[0]["response"]["text"] == "abcd!" and got[1]["error"]["line"] == 5
+    assert "gen: 1 answer, 1 failed" in r.err and "gen: 1 line has no answer" in r.err
 
 
 BAD_LINES = [
@@ -359,8 +362,8 @@ def test_resume_refuses_other_files(gen, model, files, tmp_path):
         gen.refused(*base, "-o", out, rc=2, says="another run")
 
 
-def start(model, *args, **how):
-    return subprocess.Popen([str(GEN), "-q", "-m", str(model), *map(str, args)], **how)
+def start(model, *args, quiet=True, **how):
+    return subprocess.Popen([str(GEN), *["-q"] * quiet, "-m", str(model), *map(str, args)], **how)
 
 
 def kill_at_random(gen, model, files, times):
@@ -446,7 +449,7 @@ def test_co_process(model):
 
 
 def interrupted(model, lines, out, signals, np="4"):
-    run = start(model, "--batch", lines, "-o", out, "-s", "4", "--resume", "-np", np, stderr=subprocess.PIPE)
+    run = start(model, "--batch", lines, "-o", out, "-s", "4", "--resume", "-np", np, quiet=False, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 30
     while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -455,29 +458,31 @@ def interrupted(model, lines, out, signals, np="4"):
         time.sleep(0.02)
     err = run.communicate(timeout=60)[1]
     assert run.returncode in (0, 1, *(-s for s in signals)), err
-    return run.returncode
+    return run.returncode, err
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT]], ids=str)
 def test_interrupted(gen, model, tmp_path, signals):
     lines, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines.write_text(jsonl([{**line, "predict": 600} for line in mixed_lines(30)]))
-    rc = interrupted(model, lines, out, signals)
+    rc, err = interrupted(model, lines, out, signals)
     kept = out.read_bytes()
     assert rc == -signals[-1] and 0 < kept.count(b"\n") < 30
     if len(signals) == 1:              # the first answer was out: four that ran then were finished
         assert kept.endswith(b"\n") and kept.count(b"\n") >= 4
+        left = 30 - kept.count(b"\n")
+        assert f"interrupted: {left} lines have no answer; the same command with --resume goes on" in err
     resumed = run_to(gen, model, lines, out, "-s", "4", "--resume")
     assert resumed.startswith(kept) and resumed == run_to(gen, model, lines, out, "-s", "4")
 
 
 def test_interrupted_while_waiting(model):
-    run = start(model, "--batch", "-", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    run = start(model, "--batch", "-", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, quiet=False, text=True)
     time.sleep(0.5 if not SANITIZED else 3)
     run.send_signal(signal.SIGINT)
     assert run.wait(timeout=20) == -signal.SIGINT
-    run.stdin.close()
-    run.stdout.close()
+    assert "interrupted: lines that were not read" in run.communicate()[1]
 
 
 # ---- progress
@@ -485,11 +490,11 @@ def test_interrupted_while_waiting(model):
 def test_summary_and_progress(gen, model, files):
     lines, out = files
     r = gen("-m", model, "--batch", lines, "-o", out, "-s", "1")
-    assert r.rc == 1 and "41 answers, 1 failed" in r.err and "longest gap" in r.err and "\r" not in r.err
-    assert r.err.splitlines()[-1] == f'gen: 1 lines have no answer: see "error" in {out}'
+    assert r.rc == 1 and "40 answers, 1 failed" in r.err and "longest gap" in r.err and "\r" not in r.err
+    assert r.err.splitlines()[-1] == f'gen: 1 line has no answer: see "error" in {out}'
     r = gen("-q", "-m", model, "--batch", lines, "-o", out, "-s", "1", "--progress", "json")
     *status, last = [json.loads(line) for line in r.err.splitlines() if line.startswith("{")]
-    assert last["done"] and last["answers"] == 41 and last["failed"] == 1 and last["completion_tokens"] > 100
+    assert last["done"] and last["answers"] == 40 and last["unanswered"] == 0 and last["failed"] == 1 and last["completion_tokens"] > 100
     assert last["longest_gap_ms"] > 0 and last["median_step_ms"] > 0 and not any(s["done"] for s in status)
     r = gen("-m", model, "--batch", lines, "-o", out, "-s", "1", "--resume", "--progress", "never")
     assert "0 answers, 41 known" in r.err
