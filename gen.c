@@ -96,7 +96,7 @@ static void catch_signals(void)
 __attribute__((format(printf, 2, 3))) static void note(const struct program *p, const char *format, ...)
 {
     struct bytes line = { 0 };
-    char text[400];                    /* may quote file content */
+    char text[600];                    /* may quote file content */
     va_list args;
     if (p->o.quiet) return;
     va_start(args, format);
@@ -487,11 +487,27 @@ static bool settings_text(const struct program *p, struct bytes *out)
     const struct backend *b = engine_backend(p->engine);
     return bytes_printf(out, "{\"gen\": \"%s\", \"backend\": \"%s\", \"isa\": \"%s\", \"type_k\": \"%s\", "
                         "\"type_v\": \"%s\", \"layout\": \"%s\", \"page_size\": %d, \"rope_freq_base\": %.17g, "
-                        "\"rope_scale\": %.17g, \"window\": %d, \"sinks\": %d}", GEN_VERSION, b->name, b->isa,
+                        "\"rope_scale\": %.17g, \"window\": %d, \"sinks\": %d, "
+                        "\"kv_heads\": %d}", GEN_VERSION, b->name, b->isa,
                         kv_type_name(o->type_k), kv_type_name(o->type_v),
                         o->layout == KV_PAGED ? "paged" : "contiguous", o->page_size, o->rope_freq_base,
                         o->rope_scale, slides ? (int)p->ctx - p->sinks : o->window,
-                        slides ? p->sinks : o->window ? o->sinks : 0);
+                        slides ? p->sinks : o->window ? o->sinks : 0,
+                        p->model->all_kv);
+}
+
+/* Are the blocks of a cache file those that this run makes? If not, *why says in what they differ. */
+static bool check_store(struct program *p, struct kvstore *k, const uint8_t root[KV_KEY], struct error *why)
+{
+    const struct kvstore_text *t = kvstore_file_text(k);
+    struct bytes own = { 0 }, differs = { 0 };
+    bool known = t && settings_text(p, &own) && inspect_settings(&differs, &t->settings, &own);
+    bool model = t && memcmp(t->fingerprint, p->fingerprint, 32) == 0;
+    bool same = kvstore_file_check(k, p->fingerprint, root, why);
+    if (!same && model && known && differs.len) fail(why, why->code, "%s%s", why->text, differs.data);
+    bytes_free(&own);
+    bytes_free(&differs);
+    return same;
 }
 
 /* Opens the cache on disk that the options name, once the engine is there. What is wrong with it is told; the run then
@@ -513,8 +529,10 @@ static bool open_store(struct program *p, struct error *e)
     } else return true;
     if (!find_fingerprint(p, p->store, e)) return false;
     engine_root_key(p->engine, p->fingerprint, p->root);
-    if (o->prompt_cache && !why.code) kvstore_file_check(p->store, p->fingerprint, p->root, &why);
-    if (why.code) note(p, "warning: %s: it is not used", why.text);
+    if (o->prompt_cache && !why.code) check_store(p, p->store, p->root, &why);
+    if (why.code)
+        note(p, "warning: %s: it is not used, and %s", why.text, kvstore_file_replaces(p->store) ?
+             "replaced when this run ends" : "stays as it is");
     return engine_use_store(p->engine, p->store, p->root, e);
 }
 
@@ -578,7 +596,7 @@ static bool load_chat(void *user, const char *path, struct bytes *messages, stru
     ok = ok && find_fingerprint(p, k, e);
     if (ok) {
         engine_root_key(p->engine, p->fingerprint, root);
-        if (!kvstore_file_check(k, p->fingerprint, root, &why))
+        if (!check_store(p, k, root, &why))
             snprintf(said, 500, "%.400s: only its messages are used", why.text);
         sequence_cut(p->sequence, 0);
         if (!p->comm && !*said) sequence_restore(p->sequence, k, root, tokens->data, (int64_t)tokens->len);

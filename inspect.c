@@ -157,6 +157,34 @@ static json_t *read_json(const struct bytes *text, json_t *none)
     return value;
 }
 
+static bool setting_add(struct bytes *out, const json_t *value)
+{
+    const char *text = json_string_value(value);
+    if (text) return visible_add(out, text, strnlen(text, 40));
+    return json_number_value(value) ? bytes_printf(out, "%g", json_number_value(value))
+                                    : bytes_printf(out, "the model's");
+}
+
+bool inspect_settings(struct bytes *out, const struct bytes *theirs, const struct bytes *own)
+{
+    static const char *const names[][2] = {
+        { "backend", "--backend" }, { "isa", "instructions" }, { "type_k", "-ctk" }, { "type_v", "-ctv" },
+        { "rope_freq_base", "--rope-freq-base" }, { "rope_scale", "--rope-scale" }, { "kv_heads", "--kv-heads" },
+    };
+    json_t *a = read_json(theirs, json_object()), *b = read_json(own, json_object());
+    bool ok = a && b, any = false;
+    for (size_t i = 0; ok && i < sizeof names / sizeof *names; i++) {
+        const json_t *there = json_object_get(a, names[i][0]), *here = json_object_get(b, names[i][0]);
+        if (!there || json_equal(there, here)) continue;
+        ok = bytes_printf(out, "%s%s ", any ? "; " : " (", names[i][1]) && setting_add(out, there)
+          && bytes_printf(out, ", now ") && setting_add(out, here);
+        any = true;
+    }
+    json_decref(a);
+    json_decref(b);
+    return ok && (!any || bytes_add(out, ")", 1));
+}
+
 static json_t *cache_object(const char *path, const struct kvstore_text *t)
 {
     char model[65];

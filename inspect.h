@@ -12,6 +12,10 @@ bool inspect_file(struct bytes *out, const struct gguf *g, bool json, struct err
 /* The same of a cache file (kvstore.h), every block of which is read. Errors: GEN_MODEL when it is damaged. */
 bool inspect_cache(struct bytes *out, const char *path, bool json, struct error *e);
 
+/* Appends in what a cache file's settings differ from this run's, of those that its blocks depend on: " (-ctk f16, now
+ * int8; ...)"; nothing where none of these does. Errors: false for memory. */
+bool inspect_settings(struct bytes *out, const struct bytes *theirs, const struct bytes *own);
+
 /* The bytes of weights and cache that engine_open would take with *o, the cache's bytes for each type and the largest
  * context whose cache fits into `room` bytes. */
 bool inspect_run(struct bytes *out, const struct model *m, const struct engine_options *o, uint64_t room, bool json,

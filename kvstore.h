@@ -76,6 +76,8 @@ bool kvstore_file_verify(struct kvstore *k, struct error *e);
 const struct kvstore_text *kvstore_file_text(const struct kvstore *k);
 /* Empties the store, and says why in *e, unless the file's blocks are of this model and root. */
 bool kvstore_file_check(struct kvstore *k, const uint8_t fingerprint[32], const uint8_t root[KV_KEY], struct error *e);
+/* Will a file that cannot be used be written over? Not one of another kind, nor one that is only read. */
+bool kvstore_file_replaces(const struct kvstore *k);
 /* Writes the file, under another name that is then changed to its own, unless it holds these blocks already. Of *t the
  * blocks and bytes are not looked at. Errors: GEN_RUN; the file is as it was. */
 bool kvstore_file_save(struct kvstore *k, const struct kvstore_text *t, struct error *e);

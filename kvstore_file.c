@@ -404,9 +404,12 @@ bool kvstore_file_check(struct kvstore *k, const uint8_t fingerprint[32], const 
     struct file *f = (struct file *)k;
     bool model = memcmp(f->text.fingerprint, fingerprint, 32) == 0;
     if (!f->loaded || (model && memcmp(f->text.root, root, KV_KEY) == 0)) return true;
-    if (model)
-        fail(e, GEN_RUN, "%s was made with other settings than this run's (%.*s)", f->path, (int)f->text.settings.len,
-             f->text.settings.data);
-    else fail(e, GEN_RUN, "%s was made with another model file", f->path);
+    fail(e, GEN_RUN, "%s was made with %s", f->path, model ? "other settings than this run's" : "another model file");
     return forget(f), false;
+}
+
+bool kvstore_file_replaces(const struct kvstore *k)
+{
+    const struct file *f = (const struct file *)k;
+    return f->use != KVSTORE_READ && !f->foreign;
 }

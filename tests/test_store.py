@@ -195,13 +195,16 @@ def test_file_of_another_run(gen, models, tmp_path):
     file = tmp_path / "f"
     answer(gen, models / "llama", X, "--prompt-cache", file)
     for model, args, says in [
-            ("window", [], "another model"), ("llama", ["-ctk", "int8"], "other settings"),
-            ("llama", ["--rope-scale", 2], "other settings")]:
+            ("window", [], "another model"), ("llama", ["-ctk", "int8"], "settings than this run's (-ctk f16, now int8)"),
+            ("llama", ["--rope-scale", 2, "-ctv", "f32", "--page-size", "64"],
+             "(-ctv f16, now f32; --rope-scale the model's, now 2): it is not used, and stays as it is"),
+            ("llama", ["--kv-heads", "mqa"], "(--kv-heads 2, now 1)")]:
         before = file.read_bytes()
         assert answer(gen, models / model, X, *args, "--prompt-cache", file, "--prompt-cache-ro", err=says) == (
             cold(gen, models / model, X, *args), 0)
         assert file.read_bytes() == before
-    assert answer(gen, models / "window", X, "--prompt-cache", file, err="another model")[1] == 0
+    assert answer(gen, models / "window", X, "--prompt-cache", file,
+                  err="another model file: it is not used, and replaced when this run ends")[1] == 0
     assert answer(gen, models / "window", X, "--prompt-cache", file, err="")[1] == 192
 
 
