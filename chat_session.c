@@ -250,8 +250,8 @@ static bool reply(struct session *s, bool *said, struct error *e)
             "begins anew, --ctx-size gives more room.", (long long)s->in->ctx);
     if (ok && s->in->sinks && !s->slid && sequence_evicted(s->sequence) > 0) {
         s->slid = true;
-        say("The context of %lld tokens is full: from now on the oldest tokens go, but for the first %d with the system "
-            "message. /clear begins anew, --ctx-size gives more room.", (long long)s->in->ctx, s->in->sinks);
+        say("The context of %lld tokens is full: from now on the oldest tokens go, but for the first %d with the "
+            "system message. /clear begins anew, --ctx-size gives more room.", (long long)s->in->ctx, s->in->sinks);
     }
     stream_close(r.stream);
     sampler_close(sampler);
@@ -410,17 +410,52 @@ static bool changes(const struct option_row *row)
     return row->group == GROUP_SAMPLING || (row->group == GROUP_GENERATION && strcmp(row->name, "ctx-size") != 0);
 }
 
-/* An unknown option is left to options_set. */
-static bool can_change(const char *name, struct error *e)
+/* The row that the name or letter stands for; *row is NULL for an unknown one. */
+static bool find_setting(const char *name, const struct option_row **found, struct error *e)
 {
     char display[40];
+    *found = NULL;
     for (const struct option_row *row = option_table; row < option_table + n_options; row++) {
-        bool here = strcmp(row->name, name) == 0 || (row->letter == name[0] && !name[1]);
-        if (here && !changes(row))
+        if (strcmp(row->name, name) != 0 && (row->letter != name[0] || name[1])) continue;
+        if (!changes(row))
             return fail(e, GEN_USAGE, "%s cannot be changed any more: only options of generation and sampling can",
                         option_display(row, display));
+        *found = row;
     }
     return true;
+}
+
+/* Beside what the command line does: a flag takes on and off, and an empty text empties a list. */
+static bool set_option(struct options *o, const char *name, const char *value, struct error *e)
+{
+    const struct option_row *row;
+    char display[40];
+    if (!find_setting(name, &row, e)) return false;
+    if (row && row->kind == OPT_FLAG) {
+        bool on = !value || strcmp(value, "on") == 0;
+        if (!on && strcmp(value, "off") != 0)
+            return fail(e, GEN_USAGE, "%s is on or off, not '%s'", option_display(row, display), value);
+        *(bool *)((char *)o + row->at) = on;
+        return !o->lookup || (!o->evict && !o->no_kv_cache)
+            || fail(e, GEN_USAGE, "--lookup and --%s exclude each other", o->evict ? "evict" : "no-kv-cache");
+    }
+    bool empty = value && !*value;
+    if (row && row->kind == OPT_TEXTS && empty) return ((struct texts *)((char *)o + row->at))->len = 0, true;
+    if (row && row->kind == OPT_BIAS && empty) return o->sampling.n_bias = 0, true;
+    return options_set(o, name, value, e);
+}
+
+/* Cuts "name value" or "name=value" in two, a value in quotes without them; NULL = there is none. */
+static char *cut_value(char *line)
+{
+    char *value = line + strcspn(line, " =");
+    bool equals = *value == '=';
+    if (*value) *value++ = '\0';
+    value += strspn(value, " ");
+    size_t n = strlen(value);
+    if (n < 2 || value[0] != '"' || value[n - 1] != '"') return n || equals ? value : NULL;
+    value[n - 1] = '\0';
+    return value + 1;
 }
 
 static bool show_settings(const struct session *s, struct error *e)
@@ -434,7 +469,8 @@ static bool show_settings(const struct session *s, struct error *e)
         if (ok) say("  %-18s %s", row->name, line.data);
     }
     bytes_free(&line);
-    say("/set temp 0.5 changes one; gen --help sampling tells what they mean.");
+    say("/set temp 0.5 changes one, /set lookup off a switch, /set stop \"\" empties a list; gen --help sampling tells "
+        "what they mean.");
     return ok;
 }
 
@@ -442,15 +478,11 @@ static bool command_set(struct session *s, const char *arg, struct error *e)
 {
     struct options before = *s->options;
     struct sampler *sampler = NULL;
-    size_t n = strcspn(arg, " =");
     if (!*arg) return show_settings(s, e);
     if (!keep_word(&s->kept, arg)) return fail(e, GEN_RUN, "cannot allocate memory for the options");
-    char *name = (char *)s->kept.data[s->kept.len - 1], *value = name + n;
-    if (*value) *value++ = '\0';
-    value += strspn(value, " ");
+    char *name = (char *)s->kept.data[s->kept.len - 1], *value = cut_value(name);
     name += strspn(name, "-");
-    bool ok = can_change(name, e)
-           && options_set(s->options, name, *value ? value : NULL, e)
+    bool ok = set_option(s->options, name, value, e)
            && (s->options->seed >= 0 || fail(e, GEN_USAGE, "/set seed takes a number from 0 on"))
            && sampler_open(&sampler, &s->options->sampling, engine_model(s->in->engine)->n_vocab, e);
     sampler_close(sampler);
@@ -536,7 +568,7 @@ static bool command_help(struct session *s, const char *arg, struct error *e)
         say("  %s%s%*s%s", commands[i].name, commands[i].arg, 22 - n, "", commands[i].help);
     }
     say("A message of several lines stands between \"\"\" and \"\"\", or its lines end with \\. A message that begins\n"
-        "with a slash needs a space before it. Ctrl-C stops a reply, Ctrl-D ends the chat.");
+        "with a slash needs a space before it. Ctrl-C stops a reply, and at the prompt ends gen, as Ctrl-D does.");
     return true;
 }
 
@@ -615,8 +647,8 @@ static void tell_beginning(const struct session *s)
 {
     struct gguf_str name = engine_model(s->in->engine)->name;
     if (s->options->quiet || !lines_editing(s->lines)) return;
-    say("%.*s%scontext of %lld tokens. /help lists the commands; Ctrl-C stops a reply, Ctrl-D ends the chat.",
-        (int)(name.len < 80 ? name.len : 80), name.len ? name.ptr : "", name.len ? ", " : "",
+    say("%.*s%scontext of %lld tokens. /help lists the commands; Ctrl-C stops a reply, and here ends gen, as Ctrl-D "
+        "does.", (int)(name.len < 80 ? name.len : 80), name.len ? name.ptr : "", name.len ? ", " : "",
         (long long)s->in->ctx);
 }
 

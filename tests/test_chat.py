@@ -481,6 +481,18 @@ def test_set(gen, chain):
     assert text == "abcd!\nab\nabc\na\n"
 
 
+def test_set_takes_back(gen, loop):
+    said = ["/set stop b", "x", '/set stop ""', "x", '/set stop "c"', "/set l 103+100", "x", '/set logit-bias ""', "x",
+            "/set r=", "x", "/set ignore-eos", "/set lookup on", "/set", "x", "/set lookup=off", "/set ignore-eos off", "/set"]
+    text, _, err = chat(gen, loop, *said, "/set lookup maybe", '/set temp ""', args=["-n", "9"])
+    assert text.splitlines() == ["a", "abcd!abcd", "a" * 9, "ab", "abcd!abcd", "abcd!abcd"]
+    assert re.findall(r"^  (?:ignore-eos|lookup) +(.*)$", err, re.M) == ["on", "on", "off", "off"]
+    assert "--lookup is on or off, not 'maybe'" in err and "--temp '' is not possible" in err
+    for more in (["--evict", "attention", "--kv-budget", "160"], ["--no-kv-cache"]):
+        text, _, err = chat(gen, loop, "/set lookup", "x", args=["-n", "9", *more])
+        assert text == "abcd!abcd\n" and f"--lookup and {more[0]} exclude each other" in err
+
+
 def test_history_from_a_file(gen, chain, tmp_path):
     talk = tmp_path / "talk.json"
     talk.write_text(messages(("system", "S"), ("user", "a"), ("assistant", "b")))
@@ -653,6 +665,7 @@ def test_keys(terminal, chain):
 
 def test_control_c(terminal, loop):
     t = terminal(loop)
+    assert b"Ctrl-C stops a reply, and here ends gen" in t.shown
     t.send("x\r")
     t.expect("abcd!abcd!")
     t.send("\x03")
