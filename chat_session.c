@@ -327,8 +327,13 @@ static bool command_undo(struct session *s, const char *arg, struct error *e)
 
 static bool command_system(struct session *s, const char *arg, struct error *e)
 {
-    if (!conversation_set_system(s->conversation, arg, strlen(arg), e)) return false;
+    size_t head = 0;
+    if (!conversation_set_system(s->conversation, arg, strlen(arg), e)
+        || (s->in->sinks && !conversation_head(s->conversation, &head, e))) return false;
     say(*arg ? "The system message is set." : "The system message is taken away.");
+    if ((int64_t)head > s->in->sinks && s->in->sinks)
+        say("It ends after %zu tokens, but once the context is full only the first %d stay: -sys TEXT keeps all of "
+            "it.", head, s->in->sinks);
     return true;
 }
 

@@ -21,8 +21,8 @@ struct chat_session {
     int64_t ctx;                       /* tokens of context */
     int sinks;                         /* when it is full, the oldest tokens but so many go; 0 = then replies end */
     /* Keep the messages (JSON), the tokens (which begin with the sequence's) and of the sequence's cache what a file
-     * can hold, *cached tokens, in one; take them from one, as far as they fit: then the sequence holds blocks of *tokens.
-     * *note is told to the user, or empty. */
+     * can hold, *cached tokens, in one; take them from one, as far as they fit: then the sequence holds blocks of
+     * *tokens. *note is told to the user, or empty. */
     bool (*save)(void *user, const char *path, const struct bytes *messages, const struct ids *tokens, int64_t *cached,
                  char note[500], struct error *e);
     bool (*load)(void *user, const char *path, struct bytes *messages, struct ids *tokens, char note[500],

@@ -345,7 +345,8 @@ def test_full_context_anew(gen, rand, tmp_path):
         sinks = int(re.search(r"context of 256 tokens is full.* first (\d+) with", err)[1])
         windowed, _, _ = chat(gen, rand, *(line for line in said if line[0] != "e"),
                               args=[*args, "--window", 256 - sinks, "--sinks", sinks])
-        assert text == windowed and len(turns) == 5 and turns[3][0] > 256 and turns[4][1] > 256
+        assert text == windowed and ("but once the context is full" in err) == (len(before) == 1)
+        assert len(turns) == 5 and turns[3][0] > 256 and turns[4][1] > 256
         assert 300 < int(re.search(r"would have (\d+) tokens, but the context holds 256", err)[1]) < turns[3][0]
     # from a run with more room
     chat(gen, rand, *first, f"/save {file}", args=["-n", "40", "--ignore-eos", "-c", "2048"])
