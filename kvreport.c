@@ -10,6 +10,7 @@
 #include <errno.h>
 #include <jansson.h>
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +19,8 @@ enum { DECODE = 32, RUNS = 2, LINES = 16, SIZES = 3 };
 static const int64_t sizes[SIZES] = { 4096, 32768, 131072 };
 
 struct line {
-    char name[64];
+    char name[96];
+    bool given;                        /* what the user asks for */
     struct engine_options eo;
     int kv_heads;                      /* 0 = the file's */
     double token_bytes;
@@ -36,6 +38,7 @@ struct report {
     FILE *base;                        /* log-probabilities with the f16 cache */
     struct line lines[LINES];
     int n_lines;
+    char omitted[160];                 /* settings that are not measured, and what they need; "" = none */
     int64_t windows;
     char machine[80];
 };
@@ -48,15 +51,28 @@ static struct line *add_line(struct report *r, struct engine_options eo, enum kv
     eo.type_k = k;
     eo.type_v = v;
     *l = (struct line){ .eo = eo };
-    if (k == v) snprintf(l->name, sizeof l->name, "%s", kv_type_name(k));
-    else snprintf(l->name, sizeof l->name, "%s, %s", kv_type_name(k), kv_type_name(v));
     return l;
 }
 
-static void append_name(struct line *l, const char *format, int a, int b)
+__attribute__((format(printf, 2, 3))) static void append_name(struct line *l, const char *format, ...)
 {
     size_t n = strlen(l->name);
-    snprintf(l->name + n, sizeof l->name - n, format, a, b);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(l->name + n, sizeof l->name - n, format, args);
+    va_end(args);
+}
+
+static void name_line(const struct report *r, struct line *l)
+{
+    const struct engine_options *eo = &l->eo;
+    append_name(l, "%s", kv_type_name(eo->type_k));
+    if (eo->type_v != eo->type_k) append_name(l, ", %s", kv_type_name(eo->type_v));
+    if (eo->window) append_name(l, ", window %d, sinks %d", eo->window, eo->sinks);
+    if (eo->evict)
+        append_name(l, ", %s, budget %lld", eo->evict == EVICT_SNAPKV ? "snapkv" : "attention", (long long)eo->budget);
+    if (l->kv_heads > 0) append_name(l, ", %d of %d KV heads", l->kv_heads, r->m->n_kv);
+    if (l->given) append_name(l, " (as given)");
 }
 
 static void list_lines(struct report *r, const struct engine_options *eo)
@@ -66,40 +82,45 @@ static void list_lines(struct report *r, const struct engine_options *eo)
         { KV_INT8, KV_INT4 }, { KV_INT4, KV_INT4 },
     };
     struct engine_options plain = *eo;
-    bool paged = eo->layout == KV_PAGED && r->o->window >= 64;
-    int64_t quarter = r->o->window / 4;
+    bool paged = eo->layout == KV_PAGED;
+    int64_t quarter = r->o->window / 4, budget = quarter / KV_BLOCK * KV_BLOCK;
+    if (budget < KV_BUDGET_LEAST) budget = KV_BUDGET_LEAST;
+    bool windowed = paged && r->o->window >= 64;
+    bool evicts = paged && eo->page_size == KV_BLOCK && r->o->window >= budget + KV_BLOCK;
     plain.window = 0;
     plain.evict = EVICT_OFF;
     plain.budget = 0;
     plain.ctx = r->o->window + DECODE;
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) add_line(r, plain, pairs[i][0], pairs[i][1]);
-    if (paged) {
+    if (windowed) {
         struct line *l = add_line(r, plain, KV_F16, KV_F16);
         l->eo.window = (int)quarter;
         l->eo.sinks = 4;
-        append_name(l, ", window %d, sinks %d", l->eo.window, l->eo.sinks);
     }
-    for (int i = 0; i < 2 && paged && eo->page_size == KV_BLOCK && quarter >= KV_BUDGET_LEAST; i++) {
+    for (int i = 0; i < 2 && evicts; i++) {
         struct line *l = add_line(r, plain, KV_F16, KV_F16);
         l->eo.evict = i ? EVICT_SNAPKV : EVICT_ATTENTION;
-        l->eo.budget = quarter / KV_BLOCK * KV_BLOCK;
-        append_name(l, i ? ", snapkv, budget %d" : ", attention, budget %d", (int)l->eo.budget, 0);
+        l->eo.budget = budget;
     }
     int fewer = r->m->n_kv - 1;
     while (fewer > 0 && r->m->n_kv % fewer) fewer--;
     if (fewer > 0) {
         struct line *l = add_line(r, plain, KV_F16, KV_F16);
         l->kv_heads = fewer;
-        append_name(l, ", %d of %d KV heads", fewer, r->m->n_kv);
     }
     if (eo->type_k != KV_F16 || eo->type_v != KV_F16 || eo->window || eo->evict ||
         r->o->model.kv_heads) {
         struct line *l = add_line(r, *eo, eo->type_k, eo->type_v);
         l->eo.ctx = plain.ctx;
         l->kv_heads = r->o->model.kv_heads;
-        append_name(l, " (as given)", 0, 0);
+        l->given = true;
     }
+    if (!evicts)
+        snprintf(r->omitted, sizeof r->omitted, "%s, which %s of 32 tokens and windows of at least %d (-c)", windowed ?
+                 "eviction" : "--window and eviction", windowed ? "takes pages" : "take --kv-layout paged with pages",
+                 KV_BUDGET_LEAST + KV_BLOCK);
     for (int i = 0; i < r->n_lines; i++) {
+        name_line(r, &r->lines[i]);
         struct engine_options *o = &r->lines[i].eo;
         o->progress = NULL;
         o->share = false;              /* what is measured is computed */
@@ -197,22 +218,26 @@ static bool print_table(struct bytes *out, const struct report *r, struct error 
 {
     const struct gguf_str *name = &r->m->name;
     char size[SIZES + 1][32];
+    int width = 30;
+    for (int i = 0; i < r->n_lines; i++)
+        if ((int)strlen(r->lines[i].name) > width) width = (int)strlen(r->lines[i].name);
     bool ok = (!name->len || (visible_add(out, name->ptr, name->len) && bytes_add(out, ", ", 2)))
            && bytes_printf(out, "%s\nquality on %lld window%s of %lld tokens, KL divergence from the first line; speed "
                                 "of a prefill of %lld tokens,\nand of decode after it, in tokens per second\n\n",
                            r->machine, (long long)r->windows,
                            r->windows == 1 ? "" : "s", (long long)r->o->window, (long long)r->o->window)
-           && bytes_printf(out, "%-30s %9s %9s %9s %9s %8s %8s %11s %9s %7s\n", "keys, values", "per token", "at 4k",
+           && bytes_printf(out, "%-*s %9s %9s %9s %9s %8s %8s %11s %9s %7s\n", width, "keys, values", "per token", "at 4k",
                            "at 32k", "at 128k", "prefill", "decode", "perplexity", "mean KL", "top-1");
     for (const struct line *l = r->lines; l < r->lines + r->n_lines && ok; l++) {
         human_bytes(l->token_bytes, size[SIZES]);
         for (int i = 0; i < SIZES; i++) human_bytes((double)l->bytes[i], size[i]);
-        ok = bytes_printf(out, "%-30s %9s %9s %9s %9s %8.1f %8.1f %11.4f", l->name, size[SIZES], size[0], size[1],
-                          size[2], l->prefill, l->decode, l->quality.value);
+        ok = bytes_printf(out, "%-*s %9s %9s %9s %9s %8.1f %8.1f %11.4f", width, l->name, size[SIZES], size[0],
+                          size[1], size[2], l->prefill, l->decode, l->quality.value);
         if (ok && l->quality.compared)
             ok = bytes_printf(out, " %9.6f %5.1f %%", fmax(l->quality.kl_mean, 0), 100 * l->quality.top1_agreement);
         ok = ok && bytes_add(out, "\n", 1);
     }
+    if (*r->omitted) ok = ok && bytes_printf(out, "\nnot measured: %s\n", r->omitted);
     return ok || fail(e, GEN_RUN, "cannot allocate memory for the report");
 }
 
@@ -241,6 +266,7 @@ static bool print_json(struct bytes *out, const struct report *r, struct error *
     for (int i = 0; i < r->n_lines; i++) json_push(&lines, line_object(&r->lines[i]));
     json_t *object = json_pack("{s:s, s:I, s:I, s:o}", "machine", r->machine, "window", (json_int_t)r->o->window,
                                "windows", (json_int_t)r->windows, "settings", lines);
+    if (*r->omitted) json_put(&object, "not_measured", json_string(r->omitted));
     return json_line(out, object, e);
 }
 

@@ -28,7 +28,7 @@ def report(gen, model, text, *args):
 
 def test_lines(gen, model, text):
     r = report(gen, model, text, "-c", "128", "--chunks", "3")
-    assert (r["window"], r["windows"]) == (128, 3)
+    assert (r["window"], r["windows"]) == (128, 3) and r["not_measured"].startswith("eviction")
     assert [s["setting"] for s in r["settings"]] == [*PLAIN, "f16, window 32, sinks 4", "f16, 1 of 2 KV heads"]
     for s in r["settings"]:
         assert 0 < s["prefill_tokens_per_s"] < math.inf and 0 < s["decode_tokens_per_s"] < math.inf
@@ -42,12 +42,12 @@ def test_numbers_are_those_of_other_tasks(gen, model, text, tmp_path):
     r = report(gen, model, text, "-c", "128", "--window", "40", "--sinks", "2", "-ctk", "int8", "-ctv", "fp8",
                "--kv-heads", "1")
     assert r["windows"] == 2
-    assert r["settings"][-1]["setting"] == "int8, fp8 (as given)"
+    assert r["settings"][-1]["setting"] == "int8, fp8, window 40, sinks 2, 1 of 2 KV heads (as given)"
     base = tmp_path / "base"
     score = ["-q", "-m", model, "--perplexity", text, "-c", "128", "--chunks", "2", "--json"]
     options = {"f16": [], "int8, int4": ["-ctk", "int8", "-ctv", "int4"], "f16, window 32, sinks 4": ["--window", "32"],
                "f16, 1 of 2 KV heads": ["--kv-heads", "mqa"],
-               "int8, fp8 (as given)": "--window 40 --sinks 2 -ctk int8 -ctv fp8 --kv-heads 1".split()}
+               "int8, fp8, window 40, sinks 2, 1 of 2 KV heads (as given)": "--window 40 --sinks 2 -ctk int8 -ctv fp8 --kv-heads 1".split()}
     gen.ok(*score, "--save-logits", base)
     for s in r["settings"]:
         if s["setting"] not in options:
@@ -76,10 +76,24 @@ def test_eviction(gen, tmp_path):
         assert got["budget"] == 160 and (got["perplexity"], got["kl_mean"]) == (want["perplexity"], want["kl_mean"])
 
 
+def test_eviction_in_short_windows(gen, tmp_path):
+    """A budget is never below its least; what is given is named in full."""
+    model = random_model(tmp_path / "m.gguf", heads=4, kv_heads=2, head_k=32, layers=2, embd=64, ff=64)
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    r = report(gen, model, text, "-c", "256", "--chunks", "1", "--evict", "snapkv", "--kv-budget", "192")
+    assert [s["setting"] for s in r["settings"]][-5:] == [
+        "f16, window 64, sinks 4", "f16, attention, budget 160", "f16, snapkv, budget 160", "f16, 1 of 2 KV heads",
+        "f16, snapkv, budget 192 (as given)"]
+    assert "not_measured" not in r
+    assert "not_measured" in report(gen, model, text, "-c", "160", "--chunks", "1")
+
+
 def test_table(gen, model, text):
     lines = gen.ok("-q", "-m", model, "--kv-report", "-f", text, "-c", "64", "--chunks", "1", "--kv-layout", "contiguous").text.splitlines()
     assert "1 window of 64 tokens" in lines[0] + lines[1]
-    names = [line[:30].strip() for line in lines[5:]]
+    assert lines[-2] == "" and lines[-1].startswith("not measured: --window and eviction") and "192" in lines[-1]
+    names = [line[:30].strip() for line in lines[5:-2]]
     assert names == [*PLAIN, "f16, 1 of 2 KV heads"]           # pages are what a window gives back
 
 
