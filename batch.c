@@ -827,7 +827,8 @@ static bool describe_json(struct bytes *out, const struct batch_status *s, bool 
 {
     json_t *object = json_pack(
         "{s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f, s:I, s:f, s:f, s:i, s:i, s:f, s:I, s:I, "
-        "s:I}", "done", last, "unanswered", (json_int_t)s->unanswered, "answers", (json_int_t)s->answered, "failed", (json_int_t)s->failed,
+        "s:I}", "done", last, "answers", (json_int_t)s->answered, "failed", (json_int_t)s->failed,
+        "unanswered", (json_int_t)s->unanswered,
         "known", (json_int_t)s->known, "running", (json_int_t)s->running, "waiting", (json_int_t)s->waiting,
         "seconds", json_ms(s->seconds) / 1e3, "prompt_tokens", (json_int_t)s->prompt_tokens,
         "prefilled_tokens", (json_int_t)s->prefilled, "repeated_tokens", (json_int_t)s->repeated,

@@ -226,8 +226,8 @@ static bool print_table(struct bytes *out, const struct report *r, struct error 
                                 "of a prefill of %lld tokens,\nand of decode after it, in tokens per second\n\n",
                            r->machine, (long long)r->windows,
                            r->windows == 1 ? "" : "s", (long long)r->o->window, (long long)r->o->window)
-           && bytes_printf(out, "%-*s %9s %9s %9s %9s %8s %8s %11s %9s %7s\n", width, "keys, values", "per token", "at 4k",
-                           "at 32k", "at 128k", "prefill", "decode", "perplexity", "mean KL", "top-1");
+           && bytes_printf(out, "%-*s %9s %9s %9s %9s %8s %8s %11s %9s %7s\n", width, "keys, values", "per token",
+                           "at 4k", "at 32k", "at 128k", "prefill", "decode", "perplexity", "mean KL", "top-1");
     for (const struct line *l = r->lines; l < r->lines + r->n_lines && ok; l++) {
         human_bytes(l->token_bytes, size[SIZES]);
         for (int i = 0; i < SIZES; i++) human_bytes((double)l->bytes[i], size[i]);

@@ -181,7 +181,7 @@ const struct option_row option_table[] = {
       "got most attention, from all tokens (attention) or from the prompt's last and the generated ones (snapkv). The "
       "prompt is read in full first." },
     { GROUP_CACHE, "kv-budget", 0, "N", NULL, OPT_LONG, 160, 1 << 26, AT(budget), 0, 0,
-      "With --evict: tokens that are kept, in whole blocks of 32; half of them are the most recent ones." },
+      "With --evict: tokens that are kept, at least 160, in whole blocks of 32; half of them are the most recent." },
     { GROUP_CACHE, "no-kv-cache", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_kv_cache), 0, 0,
       "Compute the whole text again for each token: the slow baseline, with the same results. --bench measures it "
       "beside the cache." },

@@ -30,7 +30,7 @@ static const char *const codes[][2] = {
     { "0", "done, or the reader of the output went away" },
     { "1", "failed while running (memory, a full disk, numbers that are not finite)" },
     { "2", "bad usage: an option, a value, a text file that cannot be read, a prompt longer than the context" },
-    { "3", "a model file that is damaged or not supported, or cannot be read" },
+    { "3", "a model file that is damaged, not supported or cannot be read; --backend cuda where CUDA cannot be used" },
 };
 static const char *const variables[][2] = {
     { "GEN_MODEL", "model file when -m is not given" },
