@@ -247,11 +247,12 @@ static bool reply(struct session *s, bool *said, struct error *e)
                                     text->len ? text->data : "", text->len, e);
     if (ok && r.finish_reason && strcmp(r.finish_reason, "context") == 0)
         say("The context of %lld tokens is full, so the reply ends here: /undo takes the last message back, /clear "
-            "begins anew, --ctx-size gives more room.", (long long)s->in->ctx);
+            "begins anew, %s gives more room.", (long long)s->in->ctx, s->in->longer);
     if (ok && s->in->sinks && !s->slid && sequence_evicted(s->sequence) > 0) {
         s->slid = true;
         say("The context of %lld tokens is full: from now on the oldest tokens go, but for the first %d with the "
-            "system message. /clear begins anew, --ctx-size gives more room.", (long long)s->in->ctx, s->in->sinks);
+            "system message. /clear begins anew, %s gives more room.", (long long)s->in->ctx, s->in->sinks,
+            s->in->longer);
     }
     stream_close(r.stream);
     sampler_close(sampler);

@@ -19,6 +19,7 @@ struct chat_session {
     bool color;
     struct sequence *sequence;         /* of the engine: the chat's */
     int64_t ctx;                       /* tokens of context */
+    const char *longer;                /* the options that give more of them */
     int sinks;                         /* when it is full, the oldest tokens but so many go; 0 = then replies end */
     /* Keep the messages (JSON), the tokens (which begin with the sequence's) and of the sequence's cache what a file
      * can hold, *cached tokens, in one; take them from one, as far as they fit: then the sequence holds blocks of

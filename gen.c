@@ -764,6 +764,8 @@ static bool run_session(struct program *p, struct error *e)
         .once = o->single_turn, .color = use_color(p), .terminal = on_terminal(p),
         .read_file = input_read, .progress = progress,
     };
+    bool lowered = !o->ctx && p->ctx < p->model->n_ctx;
+    session.longer = !lowered ? "--ctx-size" : o->kv_memory ? "--kv-memory" : "-ctk int8 -ctv int8";
     bool ok = chat_session_run(&session, &signal, e);
     caught = signal;
     return ok && save_store(p, e);

@@ -82,6 +82,8 @@ def test_chat_in_a_budget(gen, model):
     for kind, budget in (("f16", "1M"), ("int4", "1M"), ("f16", "100M")):
         r = gen.ok(*talk, "-ctk", kind, "-ctv", kind, "--kv-memory", budget, "-b", "64", stdin="hello\n" * 12)
         assert r.err.count("tokens (") == 12
+        full = "--kv-memory gives more room" if "context is lowered" in r.err else "--ctx-size gives more room"
+        assert r.err.count("gives more room") == r.err.count(full) == ("is full" in r.err)
 
 
 def test_small_budget_takes_the_types_with_the_largest_context(gen, model):
