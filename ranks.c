@@ -163,8 +163,9 @@ static struct batch read_batch(struct follower *f, int n_rows, const char *at, c
         if (p.kind != VIEW) take(&at, table_of(f, p.sequence, p.group, p.kind) + p.first, p.n * sizeof *f->tables);
         else
             f->views[p.sequence][p.group] = (struct kv_view){
-                .main = { &a->shape, a->base, table_of(f, p.sequence, p.group, MAIN) },
-                .raw = { b->n_pages ? &b->shape : NULL, b->base, table_of(f, p.sequence, p.group, RAW) },
+                .main = { .shape = &a->shape, .base = a->base, .pages = table_of(f, p.sequence, p.group, MAIN) },
+                .raw = { .shape = b->n_pages ? &b->shape : NULL, .base = b->base,
+                         .pages = table_of(f, p.sequence, p.group, RAW) },
                 .sinks = p.first, .window = p.n };
     }
     return (struct batch){ f->rows, n_rows, (const struct kv_view (*)[KV_GROUPS])f->views };
