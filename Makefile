@@ -226,6 +226,8 @@ $(B)/emulated/gen $(B)/emulated/cuda_tool: $(CUDA_SOURCES:%.cu=$(B)/emulated/%.o
 $(TESTS): $(B)/%: $(B)/%.o $(LIBRARY)
 	@$(LINK) $(CMOCKA_LIBS) $(LIBS)
 
+$(B)/tests/test_json: LDFLAGS += -Wl,--wrap=malloc
+
 $(TOOLS): $(B)/%: $(B)/%.o $(LIBRARY)
 	@$(LINK) $(LIBS)
 

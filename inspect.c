@@ -210,11 +210,8 @@ static bool cache_lines(struct bytes *out, json_t *object)
         ok = ok && bytes_printf(out, "%-14s  ", label);
         if (json_is_string(value)) ok = ok && visible_add(out, json_string_value(value), json_string_length(value));
         else if (json_is_integer(value)) ok = ok && bytes_printf(out, "%lld", json_integer_value(value));
-        json_object_foreach(value, setting, of) {
-            char *text = json_dumps(of, JSON_ENCODE_ANY | JSON_ENSURE_ASCII);
-            ok = ok && text && bytes_printf(out, "%s %s  ", setting, text);
-            free(text);
-        }
+        json_object_foreach(value, setting, of)
+            ok = ok && bytes_printf(out, "%s ", setting) && json_add_ascii(out, of) && bytes_add(out, "  ", 2);
         ok = ok && bytes_add(out, "\n", 1);
     }
     return ok;

@@ -3,7 +3,67 @@
 
 #include <jansson.h>
 #include <math.h>
+#include <setjmp.h>
+#include <stdlib.h>
 #include <utf8proc.h>
+
+/* ---- memory
+ *
+ * Jansson (2.14) does not look whether its buffer grew while it reads a text: bytes are lost, then copied past the end.
+ * So nothing that it asks for then fails: json_read takes the control back instead, and frees what was taken. */
+
+/* Ahead of all memory that Jansson has. Blocks taken by a read under way form a ring; elsewhere `next` is NULL. */
+struct block { struct block *next, *prev; };
+_Static_assert(sizeof(struct block) % _Alignof(max_align_t) == 0, "what follows a block is aligned for everything");
+
+static __thread struct { bool active; struct block ring; jmp_buf no_memory; } reading;
+
+static void *take(size_t n)
+{
+    size_t size;
+    struct block *b = size_add(n, sizeof *b, &size) ? malloc(size) : NULL;
+    if (!b && reading.active) longjmp(reading.no_memory, 1);
+    if (!b) return NULL;
+    *b = (struct block){ 0 };
+    if (reading.active) {
+        *b = (struct block){ reading.ring.next, &reading.ring };
+        b->next->prev = b->prev->next = b;
+    }
+    return b + 1;
+}
+
+static void give_back(void *p)
+{
+    struct block *b = p ? (struct block *)p - 1 : NULL;
+    if (b && b->next) b->next->prev = b->prev, b->prev->next = b->next;
+    free(b);
+}
+
+/* Before any value is made: what take gave goes to give_back. */
+__attribute__((constructor)) static void use_blocks(void) { json_set_alloc_funcs(take, give_back); }
+
+/* The read is over: its blocks are the value's, or are freed. */
+static void end_reading(bool keep)
+{
+    reading.active = false;
+    for (struct block *b = reading.ring.next, *next; b != &reading.ring; b = next) {
+        next = b->next;
+        *b = (struct block){ 0 };
+        if (!keep) free(b);
+    }
+}
+
+/* json_loadb; false: memory was out. */
+static bool load(json_t **value, const char *text, size_t n, json_error_t *why)
+{
+    reading.ring = (struct block){ &reading.ring, &reading.ring };
+    reading.active = true;
+    if (setjmp(reading.no_memory) != 0) return end_reading(false), false;
+    *value = json_loadb(text, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, why);
+    return end_reading(true), true;
+}
+
+/* ---- reading and writing */
 
 /* The first bracket that opens a level too many; NULL = there is none. */
 static const char *too_deep(const char *text, size_t n)
@@ -26,10 +86,9 @@ struct json_t *json_read(const char *text, size_t n, const char *what, struct er
     if (deep)
         return fail(e, GEN_USAGE, "%s no JSON that can be read: byte %zu opens a level more than %d", what,
                     (size_t)(deep - text) + 1, JSON_DEPTH), NULL;
-    json_t *value = json_loadb(text, n, JSON_REJECT_DUPLICATES | JSON_ALLOW_NUL, &why);
+    json_t *value;
+    if (!load(&value, text, n, &why)) return fail(e, GEN_RUN, "cannot allocate memory for JSON"), NULL;
     if (value) return value;
-    if (json_error_code(&why) <= json_error_out_of_memory)
-        return fail(e, GEN_RUN, "cannot allocate memory for JSON"), NULL;
     if (why.line > 1) fail(e, GEN_USAGE, "%s no JSON, line %d column %d: %s", what, why.line, why.column, why.text);
     else fail(e, GEN_USAGE, "%s no JSON, column %d: %s", what, why.column, why.text);
     return NULL;
@@ -44,12 +103,22 @@ static int add_chunk(const char *data, size_t n, void *dump)
     return d->whole ? 0 : -1;
 }
 
+static bool dump(struct bytes *out, const json_t *value, size_t flags)
+{
+    struct dump d = { out, true };
+    return json_dump_callback(value, add_chunk, &d, flags) == 0 && d.whole;
+}
+
 bool json_add(struct bytes *out, const struct json_t *value, struct error *e)
 {
     /* 15 digits: every float and every count comes back the same, and 0.1 stays 0.1 */
-    struct dump d = { out, true };
-    return (value && json_dump_callback(value, add_chunk, &d, JSON_COMPACT | JSON_REAL_PRECISION(15)) == 0 && d.whole)
+    return (value && dump(out, value, JSON_COMPACT | JSON_REAL_PRECISION(15)))
         || fail(e, GEN_RUN, "cannot allocate memory for JSON");
+}
+
+bool json_add_ascii(struct bytes *out, const struct json_t *value)
+{
+    return dump(out, value, JSON_ENCODE_ANY | JSON_ENSURE_ASCII);
 }
 
 bool json_line(struct bytes *out, struct json_t *value, struct error *e)

@@ -193,3 +193,30 @@ def test_memory_limits(gen, mkfix):
         if run(short, mb).returncode == 0:
             assert run(short[:2], mb + 2).stdout.startswith(part[:10]), mb
     assert ended[0] and ended[1], ended
+
+
+@pytest.mark.skipif(conftest.SANITIZED, reason="a sanitizer's shadow is larger than any limit")
+@pytest.mark.parametrize("option", ["--batch", "--messages"])
+def test_little_memory_for_json(gen, mkfix, tmp_path, option):
+    """From the limit under which a short text is read: a long one is read, too, or memory is said to be out. The library
+    that reads JSON does not look whether its buffer grew: that is no crash, and no reason to call the text wrong."""
+    long, short = tmp_path / "long", tmp_path / "short"
+    for path, n in ((long, 900000), (short, 1)):
+        content = "z" * n
+        one = {"prompt": content} if option == "--batch" else [{"role": "user", "content": content}]
+        path.write_text(json.dumps(one))
+    words = ["-q", "-t", "1", "--backend", "cpu", "-m", mkfix("rand", "--ctx", "512", "--layers", "1"), "-n", "3",
+             "-s", "1", "--temp", "0", *(["-np", "1"] if option == "--batch" else ["--chat-template", "chatml"]), option]
+
+    def run(path, kb):
+        limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (kb << 10, kb << 10))
+        return subprocess.run([gen.path, *words, path], capture_output=True, text=True, timeout=60, preexec_fn=limit)
+    least = next(kb for kb in range(8000, 400000, 200) if run(short, kb).returncode == 0)
+    told = set()
+    for kb in range(least, least + 5000, 100):
+        r = run(long, kb)
+        assert r.returncode in (0, 1) and "no JSON" not in r.stdout + r.stderr, (kb, r)
+        if r.returncode == 1:
+            assert r.stderr.startswith("gen: ") and r.stderr.count("\n") == 1 and r.stdout == "", (kb, r)
+            told.add(r.stderr)
+    assert any(line.endswith("cannot allocate memory for JSON\n") for line in told), told
