@@ -198,15 +198,16 @@ def test_memory_limits(gen, mkfix):
 @pytest.mark.skipif(conftest.SANITIZED, reason="a sanitizer's shadow is larger than any limit")
 @pytest.mark.parametrize("option", ["--batch", "--messages"])
 def test_little_memory_for_json(gen, mkfix, tmp_path, option):
-    """From the limit under which a short text is read: a long one is read, too, or memory is said to be out. The library
-    that reads JSON does not look whether its buffer grew: that is no crash, and no reason to call the text wrong."""
+    """From the limit under which a short text is read: a long one is read, too, or memory is said to be out. The
+    library that reads JSON does not look whether its buffer grew: no crash, and no text called wrong for that."""
     long, short = tmp_path / "long", tmp_path / "short"
     for path, n in ((long, 900000), (short, 1)):
         content = "z" * n
         one = {"prompt": content} if option == "--batch" else [{"role": "user", "content": content}]
         path.write_text(json.dumps(one))
     words = ["-q", "-t", "1", "--backend", "cpu", "-m", mkfix("rand", "--ctx", "512", "--layers", "1"), "-n", "3",
-             "-s", "1", "--temp", "0", *(["-np", "1"] if option == "--batch" else ["--chat-template", "chatml"]), option]
+             "-s", "1", "--temp", "0", *(["-np", "1"] if option == "--batch" else ["--chat-template", "chatml"]),
+             option]
 
     def run(path, kb):
         limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (kb << 10, kb << 10))
