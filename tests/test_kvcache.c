@@ -348,7 +348,7 @@ static void check_compact(enum kv_type type_k, enum kv_type type_v, int head_k, 
     int32_t pages[ROWS / KV_BLOCK];
     int n_pages = (int)((rows + KV_BLOCK - 1) / KV_BLOCK);
     unsigned char *base = malloc(n_pages * kv_page_bytes(&s));
-    struct kv_view v = { .main = { &s, base, pages }, .mass = mass, .mass_rows = ROWS, .fade = 0.5 };
+    struct kv_view v = { .main = { .shape = &s, .base = base, .pages = pages }, .mass = mass, .mass_rows = ROWS, .fade = 0.5 };
     struct kv_middle m = kv_middle_of(rows, budget);
     int64_t gone = m.end - m.begin - m.keep, kept = rows - gone;
     assert_true(m.begin == KV_BLOCK && m.end > m.begin + m.keep && m.keep % KV_BLOCK == 0 && m.end % KV_BLOCK == 0);
