@@ -1,5 +1,6 @@
-/* kvstore.c - the store that processes share: an SQLite database in a directory, a row for each block, and beside it a
- * file for each block's data, named by the row's id: what goes through the write-ahead log is written twice.
+/* kvstore.c - the store that processes share: an SQLite database in a directory, a row for each block, and a folder of
+ * files with the blocks' data, named by the rows' ids: what goes through the write-ahead log is written twice. Nothing
+ * else that lies in the directory is written to or removed.
  *
  * Any number of processes read and write at once; one transaction takes what a prompt adds, or a part of it. A file is
  * written before its row is committed, and removed after the row's end was: so a process may be killed at any moment.
@@ -44,25 +45,28 @@ uint64_t kvstore_block_sum(const struct kvstore_block *b)
     return kvstore_sum(sum, b->data, b->bytes);
 }
 
-static const char name[] = "prefixes.db";
+static const char name[] = "prefixes.db", folder[] = "prefixes.blocks";
 enum {
     APPLICATION = 0x67656e6b,          /* "genk", in the database's header */
-    VERSION = 2,
+    VERSION = 3,
     PAGE = 4096,                       /* bytes of a database page, and of what a file takes on the disk */
     WAIT_MS = 1000,                    /* for another process's transaction */
-    MOST = 16                          /* blocks that are written together */
+    MOST = 16,                         /* blocks that are written together */
+    SECOND = 1000000                   /* microseconds */
 };
 #define TRANSACTION ((uint64_t)16 << 20)           /* most bytes of one transaction */
 #define LOG ((uint64_t)4 << 20)                    /* the write-ahead log is worked off when it has so many bytes */
 
 /* A block's use is the time of the prompt that used it less its index, and a prompt uses all blocks of its text, so the
  * least recently used one is the last of a prefix: nothing depends on it. An id is never given twice: who finds a row
- * and then another block's data in its file could not tell. `gone` has the ids of dropped rows whose file may be there
+ * and then another block's data in its file could not tell. The first one is a time, so that a store that is begun anew
+ * does not meet what it could not remove of the old one. `gone` has the ids of dropped rows whose file may be there
  * still. */
 static const char schema[] =
     "CREATE TABLE block(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, parent BLOB NOT NULL,"
     " used INTEGER NOT NULL, parts INTEGER NOT NULL, tokens BLOB NOT NULL, bytes INTEGER NOT NULL, sum INTEGER NOT NULL);"
     "CREATE INDEX block_used ON block(used);"
+    "INSERT INTO sqlite_sequence VALUES ('block', strftime('%s', 'now') * 1000000);"
     "CREATE TABLE gone(id INTEGER PRIMARY KEY);"
     "CREATE TABLE disk(bytes INTEGER NOT NULL);"
     "INSERT INTO disk VALUES (0);"
@@ -73,7 +77,8 @@ static const char schema[] =
     "CREATE TABLE model(identity BLOB PRIMARY KEY, fingerprint BLOB NOT NULL, sum INTEGER NOT NULL) WITHOUT ROWID;";
 
 enum statement {
-    BEGIN, COMMIT, ROLLBACK, FIND, READ, TOUCH, LAST, ADD, OLDEST, DROP, GONE, FORGET, SIZE, KNOWN, REMEMBER, STATEMENTS
+    BEGIN, COMMIT, ROLLBACK, FIND, READ, TOUCH, LAST, ADD, OLDEST, NEWEST, DROP, GONE, FORGET, SIZE, KNOWN, REMEMBER,
+    STATEMENTS
 };
 static const char *const sql[STATEMENTS] = {
     [BEGIN] = "BEGIN IMMEDIATE",
@@ -85,6 +90,7 @@ static const char *const sql[STATEMENTS] = {
     [LAST] = "SELECT seq FROM sqlite_sequence WHERE name = 'block'",
     [ADD] = "INSERT INTO block(id, key, used, parent, parts, tokens, bytes, sum) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
     [OLDEST] = "SELECT id, used FROM block ORDER BY used LIMIT 1",
+    [NEWEST] = "SELECT max(used) FROM block",
     [DROP] = "DELETE FROM block WHERE id = ?1",
     [GONE] = "SELECT id FROM gone",
     [FORGET] = "DELETE FROM gone",
@@ -99,11 +105,13 @@ struct database {
     struct kvstore base;
     char *path;
     int dir;                           /* locked (flock) as long as the database is open: shared by those who use it */
+    int blocks;                        /* the folder of the blocks' files */
     sqlite3 *db;
     sqlite3_stmt *statements[STATEMENTS];
     uint64_t limit;                    /* bytes of files and of database pages in use */
     uint64_t most;                     /* bytes of a transaction */
     uint64_t pending;                  /* bytes of the transaction that is open */
+    int64_t first, end;                /* the ids that it has given to files: first to end - 1 */
     bool writing;                      /* a transaction is open */
     bool dropped;                      /* it drops rows */
     bool off;                          /* nothing is done any more */
@@ -231,12 +239,34 @@ static struct file_name file_of(int64_t id)
     return f;
 }
 
+/* Removes the files of all blocks; something else by such a name goes only where it is an empty folder. */
+static void clear_blocks(struct database *d)
+{
+    int fd = openat(d->blocks, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *all = fd >= 0 ? fdopendir(fd) : NULL;
+    if (!all && fd >= 0) close(fd);
+    for (struct dirent *file; all && (file = readdir(all));) {
+        if (strncmp(file->d_name, "block-", 6) != 0) continue;
+        if (strcmp(file->d_name, file_of(strtoll(file->d_name + 6, NULL, 10)).text) != 0) continue;
+        if (unlinkat(d->blocks, file->d_name, 0) != 0) unlinkat(d->blocks, file->d_name, AT_REMOVEDIR);
+    }
+    if (all) closedir(all);
+}
+
+/* The largest id that was ever given; 0 after a failure. */
+static int64_t last_id(struct database *d)
+{
+    int64_t last = step(d, LAST) == SQLITE_ROW ? number(d, LAST, 0) : 0;
+    reset(d, LAST);
+    return last;
+}
+
 /* In a transaction: removes the files of rows that were dropped by earlier ones. */
 static void remove_gone(struct database *d)
 {
     bool any = false;
     while (step(d, GONE) == SQLITE_ROW) {
-        unlinkat(d->dir, file_of(number(d, GONE, 0)).text, 0);
+        unlinkat(d->blocks, file_of(number(d, GONE, 0)).text, 0);
         any = true;
     }
     reset(d, GONE);
@@ -252,11 +282,25 @@ static bool begin(struct database *d)
     return d->writing;
 }
 
+static void leave(struct database *d)
+{
+    if (!sqlite3_get_autocommit(d->db)) sqlite3_step(d->statements[ROLLBACK]), reset(d, ROLLBACK);
+}
+
+/* The files that were written go, too, or they would keep a full disk full; but for those whose ids another process was
+ * given meanwhile. */
 static void roll_back(struct database *d)
 {
-    if (d->writing && !sqlite3_get_autocommit(d->db)) sqlite3_step(d->statements[ROLLBACK]), reset(d, ROLLBACK);
+    if (d->writing) leave(d);
+    if (d->first < d->end && run(d, BEGIN)) {
+        int64_t last = last_id(d);
+        for (int64_t id = d->first; id < d->end; id++)
+            if (id > last) unlinkat(d->blocks, file_of(id).text, 0);
+        leave(d);
+    }
     d->writing = d->dropped = false;
     d->pending = 0;
+    d->first = d->end = 0;
 }
 
 static void commit(struct database *d)
@@ -265,15 +309,21 @@ static void commit(struct database *d)
     bool dropped = d->dropped;
     d->writing = d->dropped = false;
     d->pending = 0;
+    d->first = d->end = 0;
     if (dropped && begin(d)) commit(d);
 }
 
+/* The use of a block of this prompt, whose time is later than all that are there, even where the clock was set back. */
 static int64_t use_of(struct database *d, int64_t index)
 {
     struct timespec t;
     if (!d->now) {
         clock_gettime(CLOCK_REALTIME, &t);
-        d->now = (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
+        d->now = (int64_t)t.tv_sec * SECOND + t.tv_nsec / 1000;
+        int64_t newest = step(d, NEWEST) == SQLITE_ROW ? number(d, NEWEST, 0) : 0;
+        reset(d, NEWEST);
+        if (newest > INT64_MAX / 2) damage(d, "a block's time is none");
+        else if (newest >= d->now) d->now = newest + SECOND;
     }
     if (index > d->deepest) d->deepest = index;
     return d->now - index;
@@ -286,8 +336,8 @@ static bool drop(struct database *d, int64_t id)
     return run(d, DROP);
 }
 
-/* Drops least recently used blocks until `bytes` more fit; false when only this prompt's own are left. */
-static bool make_room(struct database *d, size_t bytes)
+/* Drops least recently used blocks until `bytes` more fit; false when only this prompt's own are left, or none. */
+static bool make_room(struct database *d, size_t bytes, bool *none)
 {
     while (!d->off) {
         if (!step(d, SIZE)) return reset(d, SIZE), false;
@@ -297,10 +347,17 @@ static bool make_room(struct database *d, size_t bytes)
         int rc = step(d, OLDEST);
         int64_t id = rc == SQLITE_ROW ? number(d, OLDEST, 0) : 0, last = rc == SQLITE_ROW ? number(d, OLDEST, 1) : 0;
         reset(d, OLDEST);
+        *none = rc == SQLITE_DONE;
         if (rc != SQLITE_ROW || (d->now && last >= d->now - d->deepest)) return false;
         if (!drop(d, id)) return false;
     }
     return false;
+}
+
+static bool too_small(struct database *d)
+{
+    return give_up(d, "the prefix cache %s may not take enough bytes for one block: this run goes on without it; give "
+                   "--prefix-cache-size more", d->path);
 }
 
 static bool touch(struct database *d, const uint8_t key[KV_KEY], int64_t index)
@@ -345,20 +402,31 @@ static unsigned db_find(struct kvstore *k, const struct kvstore_block *b)
     return parts;
 }
 
-/* Reads the data that the row says to lie in the file of this id. */
-static bool read_file(struct database *d, int64_t id, size_t n)
+/* Reads the data that the row says to lie in the file of this id. 0, or an errno; ENODATA = the file is too short. */
+static int read_file(struct database *d, int64_t id, size_t n)
 {
     if (d->data_cap < n) {
         free(d->data);
         d->data = malloc(n);
         d->data_cap = d->data ? n : 0;
+        if (!d->data) return ENOMEM;
     }
-    int file = d->data ? openat(d->dir, file_of(id).text, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC) : -1;
-    size_t done = 0;
-    for (ssize_t got = 1; file >= 0 && got > 0 && done < n; done += got > 0 ? (size_t)got : 0)
-        while ((got = pread(file, (char *)d->data + done, n - done, (off_t)done)) < 0 && errno == EINTR) continue;
-    if (file >= 0) close(file);
-    return done == n;
+    int file = openat(d->blocks, file_of(id).text, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC), why = 0;
+    if (file < 0) return errno;
+    for (size_t done = 0; done < n && !why;) {
+        ssize_t got = pread(file, (char *)d->data + done, n - done, (off_t)done);
+        if (got > 0) done += (size_t)got;
+        else if (got == 0 || errno != EINTR) why = got ? errno : ENODATA;
+    }
+    close(file);
+    return why;
+}
+
+/* Can a block's file that gave this errno never be read? It is not there or too short, or something else is there: a
+ * link, a socket, a folder, a pipe. */
+static bool is_damage(int why)
+{
+    return why == ENOENT || why == ENODATA || why == ELOOP || why == ENXIO || why == EISDIR || why == ESPIPE;
 }
 
 static const void *db_read(struct kvstore *k, const struct kvstore_block *b)
@@ -378,10 +446,13 @@ static const void *db_read(struct kvstore *k, const struct kvstore_block *b)
     whole = whole && (row.parts != b->parts || (uint64_t)number(d, READ, 4) == b->bytes);
     reset(d, READ);
     if (whole && row.parts != b->parts) return NULL;   /* another process has put more of it since it was found */
-    whole = whole && read_file(d, id, b->bytes);
+    int why = whole ? read_file(d, id, b->bytes) : 0;
     row.data = d->data;
-    if (whole && kvstore_block_sum(&row) == sum) return d->data;
-    if (find_id(d, b->key, &row.parts) == id) damage(d, "a block's checksum is wrong");
+    if (whole && !why && kvstore_block_sum(&row) == sum) return d->data;
+    if (why && !is_damage(why))
+        give_up(d, "the prefix cache %s cannot be read (%s): this run goes on without it", d->path, strerror(why));
+    else if (find_id(d, b->key, &row.parts) == id)
+        damage(d, why ? "a block's file is missing, too short or none" : "a block's checksum is wrong");
     return NULL;                       /* or it was dropped meanwhile */
 }
 
@@ -401,7 +472,12 @@ static void write_block(void *user, int i, int thread)
     const struct kvstore_block *b = p->b[i];
     (void)thread;
     p->sum[i] = kvstore_block_sum(b);
-    int file = openat(p->d->dir, file_of(p->id[i]).text, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
+    struct file_name f = file_of(p->id[i]);
+    int how = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, file = openat(p->d->blocks, f.text, how, 0600);
+    if (file < 0 && errno == EEXIST) { /* left by a writer that was killed */
+        unlinkat(p->d->blocks, f.text, 0);
+        file = openat(p->d->blocks, f.text, how, 0600);
+    }
     if (file < 0) {
         p->error[i] = errno;
         return;
@@ -431,16 +507,18 @@ static bool add_row(struct database *d, const struct kvstore_block *b, int64_t i
 static bool add_blocks(struct database *d, struct putting *p)
 {
     struct error ignored;
-    int64_t last = step(d, LAST) == SQLITE_ROW ? number(d, LAST, 0) : 0;
-    reset(d, LAST);
+    int64_t last = last_id(d);
+    if (last < 0 || last > INT64_MAX / 2) return damage(d, "a block's number is none");
     for (int i = 0; i < p->n; i++) p->id[i] = last + 1 + i;
+    if (!d->end) d->first = last + 1;
+    d->end = last + 1 + p->n;
     if (p->n > 1 && !d->team && d->threads > 1 && !team_open(&d->team, d->threads, &ignored)) d->threads = 1;
     if (p->n > 1 && d->team) team_each(d->team, p->n, write_block, p);
     else for (int i = 0; i < p->n; i++) write_block(p, i, 0);
     int why = 0;
     for (int i = 0; i < p->n; i++)
         if (p->error[i]) why = p->error[i];
-    for (int i = 0; i < p->n && why; i++) unlinkat(d->dir, file_of(p->id[i]).text, 0);
+    if (why == EEXIST) return damage(d, "a folder lies in a block's place");
     if (why) return give_up(d, "the prefix cache %s cannot be written (%s): this run goes on without it", d->path,
                             strerror(why));
     for (int i = 0; i < p->n; i++)
@@ -452,6 +530,7 @@ static void put_some(struct database *d, const struct kvstore_block *b, int n)
 {
     struct putting p = { .d = d };
     size_t bytes = 0;
+    bool none = false;                 /* no block is left to be dropped */
     for (int i = 0; i < n; i++) {
         unsigned there;
         int64_t id = find_id(d, b[i].key, &there);
@@ -461,9 +540,13 @@ static void put_some(struct database *d, const struct kvstore_block *b, int n)
         }
         use_of(d, b[i].index);         /* no room is made of this prompt's own */
         bytes += b[i].bytes + 2 * PAGE;
-        if (!make_room(d, bytes)) break;
+        if (!make_room(d, bytes, &none)) break;
         if (id && !drop(d, id)) return roll_back(d);   /* it has fewer parts */
         p.b[p.n++] = &b[i];
+    }
+    if (none && !p.n) {
+        commit(d);
+        too_small(d);
     }
     if (d->off || !add_blocks(d, &p)) return roll_back(d);
     d->pending += bytes;
@@ -521,13 +604,10 @@ static void db_remember(struct kvstore *k, const uint8_t identity[32], const uin
 /* A damaged store is removed when nobody else has it open. */
 static void remove_store(struct database *d)
 {
-    DIR *all = flock(d->dir, LOCK_EX | LOCK_NB) == 0 ? fdopendir(d->dir) : NULL;
-    if (!all) return;
-    for (struct dirent *file; (file = readdir(all));)
-        if (strncmp(file->d_name, name, sizeof name - 1) == 0 || strncmp(file->d_name, "block-", 6) == 0)
-            unlinkat(d->dir, file->d_name, 0);
-    closedir(all);
-    d->dir = -1;
+    static const char *const files[] = { name, "prefixes.db-wal", "prefixes.db-shm", "prefixes.db-journal" };
+    if (flock(d->dir, LOCK_EX | LOCK_NB) != 0) return;
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) unlinkat(d->dir, files[i], 0);
+    if (d->blocks >= 0) clear_blocks(d);
 }
 
 static void db_close(struct kvstore *k)
@@ -538,6 +618,7 @@ static void db_close(struct kvstore *k)
     for (int i = 0; i < STATEMENTS; i++) sqlite3_finalize(d->statements[i]);
     sqlite3_close(d->db);
     if (d->damaged) remove_store(d);
+    if (d->blocks >= 0) close(d->blocks);
     if (d->dir >= 0) close(d->dir);
     bytes_free(&d->touched);
     if (d->team) team_close(d->team);
@@ -552,9 +633,10 @@ static void db_close(struct kvstore *k)
 static bool make_files(struct database *d, const char *dir)
 {
     struct stat st;
-    mkdir(dir, 0700);
+    int unmade = mkdir(dir, 0700) != 0 && errno != EEXIST ? errno : 0;
     d->dir = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (d->dir < 0) return give_up(d, "the prefix cache %s cannot be used: %s", dir, strerror(errno));
+    if (d->dir < 0)
+        return give_up(d, "the prefix cache %s cannot be used: %s", dir, strerror(unmade ? unmade : errno));
     if (flock(d->dir, LOCK_SH | LOCK_NB) != 0)
         return give_up(d, "the prefix cache %s is being repaired: this run goes on without it", dir);
     int file = openat(d->dir, name, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
@@ -569,7 +651,21 @@ static bool make_files(struct database *d, const char *dir)
     return true;
 }
 
-/* Makes the tables in a database without any. */
+/* Makes the folder of the blocks' files, where it is not there, and opens it. */
+static bool open_folder(struct database *d)
+{
+    struct stat st;
+    int unmade = mkdirat(d->dir, folder, 0700) != 0 && errno != EEXIST ? errno : 0;
+    d->blocks = openat(d->dir, folder, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (d->blocks < 0 || fstat(d->blocks, &st) != 0)
+        return give_up(d, "the folder %s of the prefix cache %s cannot be used: %s", folder, d->path,
+                       strerror(unmade ? unmade : errno));
+    if (st.st_uid != geteuid())
+        return give_up(d, "the folder %s of the prefix cache %s is not your own: it is not used", folder, d->path);
+    return true;
+}
+
+/* Makes the tables in a database without any, and removes the files of a database that is no more. */
 static bool create(struct database *d)
 {
     char text[200];
@@ -578,6 +674,7 @@ static bool create(struct database *d)
     if (!execute(d, text) || !execute(d, "BEGIN IMMEDIATE") || !pragma(d, "PRAGMA application_id", &application))
         return false;
     if (application) return execute(d, "ROLLBACK");    /* another process was faster */
+    clear_blocks(d);
     snprintf(text, sizeof text, "PRAGMA application_id=%d; PRAGMA user_version=%d; COMMIT", APPLICATION, VERSION);
     return execute(d, schema) && execute(d, text);
 }
@@ -592,6 +689,7 @@ static bool prepare(struct database *d)
     if (!execute(d, "PRAGMA mmap_size=0; PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; PRAGMA synchronous=OFF;"
                  "PRAGMA temp_store=MEMORY") || !pragma(d, "PRAGMA application_id", &application)) return false;
     if (!application && !pragma(d, "SELECT count(*) FROM sqlite_master", &tables)) return false;
+    if ((application == APPLICATION || (!application && !tables)) && !open_folder(d)) return false;
     for (int tries = 0; !application && !tables; tries++) {
         if (!create(d) && (d->off || tries == 50)) return false;
         if (d->silent) d->silent = false, sqlite3_exec(d->db, "ROLLBACK", NULL, NULL, NULL), usleep(20000);
@@ -611,8 +709,9 @@ static bool prepare(struct database *d)
     if (!step(d, SIZE)) return false;
     uint64_t used = (uint64_t)number(d, SIZE, 0);
     reset(d, SIZE);
-    if (used > d->limit && begin(d)) make_room(d, 0), commit(d);
-    return !d->off;
+    bool none = false;
+    if (used > d->limit && begin(d)) make_room(d, 0, &none), commit(d);
+    return !d->off && (!none || too_small(d));
 }
 
 struct kvstore *kvstore_open(const char *dir, uint64_t limit, int threads, void (*tell)(void *, const char *),
@@ -628,7 +727,7 @@ struct kvstore *kvstore_open(const char *dir, uint64_t limit, int threads, void 
     d->base = (struct kvstore){ db_find, db_read, db_put, db_pause, db_done, db_known, db_remember, db_close, tell, user };
     d->path = path;
     d->threads = threads;
-    d->dir = -1;
+    d->dir = d->blocks = -1;
     d->limit = limit / 8 * 7;          /* the rest is left to the log, and to what is dropped only after a commit */
     d->most = limit / 16 < TRANSACTION ? limit / 16 : TRANSACTION;
     bool ok = make_files(d, dir);

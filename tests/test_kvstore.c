@@ -1,12 +1,15 @@
 /* The store that processes share, seen by two of them. */
 #include <dirent.h>
+#include <fcntl.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "../base.h"
@@ -101,6 +104,85 @@ static void test_put_again(void **unused)
     assert_int_equal(told, 0);
 }
 
+/* The number of names in the store's folder `below`; `then` is done with each. */
+static int each(const char *below, int (*then)(int, const char *, int))
+{
+    int n = 0, fd = open(folder, O_RDONLY | O_DIRECTORY);
+    int at = openat(fd, below, O_RDONLY | O_DIRECTORY);
+    DIR *all = at >= 0 ? fdopendir(at) : NULL;
+    for (struct dirent *file; all && (file = readdir(all));) {
+        if (file->d_name[0] == '.') continue;
+        n++;
+        if (then) then(at, file->d_name, 0);
+    }
+    if (all) closedir(all);
+    close(fd);
+    return n;
+}
+
+/* A limit that holds from here on; the one before. */
+static struct rlimit limit(int which, rlim_t most)
+{
+    struct rlimit before, now;
+    getrlimit(which, &before);
+    now = before;
+    now.rlim_cur = most;
+    assert_int_equal(setrlimit(which, &now), 0);
+    return before;
+}
+
+/* A block that cannot be read just now is no damage: one warning, and the store stays. */
+static void test_cannot_read(void **unused)
+{
+    (void)unused;
+    struct kvstore *one = store();
+    struct kvstore_block b = block(6, 3);
+    one->put(one, &b, 1);
+    one->done(one);
+    assert_non_null(one->read(one, &b));
+    struct rlimit before = limit(RLIMIT_NOFILE, 3);
+    assert_null(one->read(one, &b));
+    assert_null(one->read(one, &b));
+    assert_int_equal(one->find(one, &b), 0);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+    one->close(one);
+    assert_int_equal(told, 1);
+    told = 0;
+    one = store();
+    assert_int_equal(one->find(one, &b), 3);
+    assert_non_null(one->read(one, &b));
+    one->close(one);
+    assert_int_equal(told, 0);
+}
+
+/* A transaction that ends because the disk is full leaves none of its files. */
+static void test_full_disk(void **unused)
+{
+    (void)unused;
+    struct kvstore *one = store();
+    int files = each("prefixes.blocks", NULL);
+    for (int i = 0; i < 20; i++) {
+        struct kvstore_block b = block(100 + i, 1);
+        one->put(one, &b, 1);
+    }
+    assert_int_equal(each("prefixes.blocks", NULL), files + 20);
+    struct kvstore_block b = block(200, 7);
+    signal(SIGXFSZ, SIG_IGN);
+    struct rlimit before = limit(RLIMIT_FSIZE, 2000);
+    one->put(one, &b, 1);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &before), 0);
+    assert_int_equal(told, 1);
+    told = 0;
+    assert_int_equal(each("prefixes.blocks", NULL), files);
+    one->close(one);
+    one = store();
+    one->put(one, &b, 1);
+    one->done(one);
+    assert_int_equal(one->find(one, &b), 7);
+    one->close(one);
+    assert_int_equal(told, 0);
+}
+
 static int make(void **unused)
 {
     (void)unused;
@@ -110,15 +192,18 @@ static int make(void **unused)
 static int clean(void **unused)
 {
     (void)unused;
-    DIR *all = opendir(folder);
-    for (struct dirent *file; all && (file = readdir(all));) unlinkat(dirfd(all), file->d_name, 0);
-    return !all || closedir(all) || rmdir(folder);
+    char blocks[sizeof folder + 20];
+    snprintf(blocks, sizeof blocks, "%s/prefixes.blocks", folder);
+    each("prefixes.blocks", unlinkat);
+    each(".", unlinkat);
+    return rmdir(blocks) || rmdir(folder);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_pause), cmocka_unit_test(test_silent), cmocka_unit_test(test_put_again),
+        cmocka_unit_test(test_cannot_read), cmocka_unit_test(test_full_disk),
     };
     return cmocka_run_group_tests(tests, make, clean);
 }

@@ -261,6 +261,11 @@ def block_sum(*parts):
     return struct.unpack("<q", struct.pack("<II", a, b))[0]
 
 
+def files(folder):
+    """The files of a store: its database's, and its blocks'."""
+    return [f for f in folder.rglob("*") if not f.is_dir()]
+
+
 def check(folder, sums=True):
     """Verifies every entry of a store, and that no file lies there but those of entries and, of writers that were killed,
     those that the next writer overwrites; how many entries there are."""
@@ -270,10 +275,10 @@ def check(folder, sums=True):
         assert db.execute("SELECT bytes FROM disk").fetchone()[0] == sum((row[6] + 4095) // 4096 * 4096 for row in rows)
         last = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'block'").fetchone()[0]
         known = {row[7] for row in rows} | {row[0] for row in db.execute("SELECT id FROM gone")}
-        assert {n for n in (int(f.name[6:]) for f in folder.glob("block-*")) if n <= last} <= known
+        assert {n for n in (int(f.name[6:]) for f in (folder / "prefixes.blocks").iterdir()) if n <= last} <= known
         used = {row[0]: row[5] for row in rows}
         for key, parent, parts, tokens, total, when, size, n in rows:
-            data = (folder / f"block-{n}").read_bytes()
+            data = (folder / "prefixes.blocks" / f"block-{n}").read_bytes()
             assert len(data) == size
             assert hashlib.sha256(parent + tokens).digest() == key
             if sums:
@@ -286,8 +291,8 @@ def test_modes_and_contents(gen, models, tmp_path):
     folder = tmp_path / "d"
     for _ in range(2):
         answer(gen, models / "llama", X, "--prefix-cache", folder, err="")
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert {stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()} == {0o600}
+        assert {stat.S_IMODE(f.stat().st_mode) for f in (folder, folder / "prefixes.blocks")} == {0o700}
+        assert {stat.S_IMODE(f.stat().st_mode) for f in files(folder)} == {0o600}
     assert check(folder) == 6
     answer(gen, models / "llama", X[:31], "--prefix-cache", tmp_path / "e")
     assert not (tmp_path / "e").exists()                       # nothing to keep, nothing to look up
@@ -325,13 +330,20 @@ def test_size(gen, models, tmp_path):
         answer(gen, model, text(100 + i, 170), *args, err="", n=1)
         cached = answer(gen, model, X, *args, err="", n=1)[1]
         assert cached == (192 if i else 0)
-        assert sum(f.stat().st_size for f in folder.iterdir() if f.name != "prefixes.db-shm") <= limit * 1.1
+        assert sum(f.stat().st_size for f in files(folder) if f.name != "prefixes.db-shm") <= limit * 1.1
     count = check(folder)
     assert 40 < count < 130
     answer(gen, model, X, "--prefix-cache", folder, "--prefix-cache-size", "512K", err="", n=1)
     assert check(folder) < count / 2
-    assert sum(f.stat().st_size for f in folder.iterdir() if f.name != "prefixes.db-shm") <= 700 << 10
-    assert answer(gen, model, X, "--prefix-cache", folder, "--prefix-cache-size", "1", err="")[0] == cold(gen, model, X)
+    assert sum(f.stat().st_size for f in files(folder) if f.name != "prefixes.db-shm") <= 700 << 10
+    assert answer(gen, model, X, "--prefix-cache", folder, "--prefix-cache-size", "1",
+                  err="--prefix-cache-size")[0] == cold(gen, model, X)
+    assert check(folder) == 0
+    for size in ("1", "40K", "45K"):                           # nothing, the empty tables, them and half a block
+        folder = tmp_path / size
+        for _ in range(2):
+            assert answer(gen, model, X, "--prefix-cache", folder, "--prefix-cache-size", size, err="--prefix-cache-size") == (
+                cold(gen, model, X), 0)
 
 
 def test_processes_at_once(gen, models, tmp_path):
@@ -422,11 +434,11 @@ def damage(gen, models, tmp_path, times, seed):
     shutil.copytree(whole, checked)
     whole = tmp_path / "logged"
     assert (whole / "prefixes.db-wal").stat().st_size > 20000
-    assert {f.name.split("-")[0] for f in checked.iterdir()} == {"prefixes.db", "block"}
+    assert {f.name.split("-")[0] for f in files(checked)} == {"prefixes.db", "block"}
     for i in range(times):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree([whole, checked][i % 2], folder)
-        block = draw.choice(sorted(f.name for f in folder.glob("block-*")))
+        block = draw.choice(sorted(f"prefixes.blocks/{f.name}" for f in (folder / "prefixes.blocks").iterdir()))
         file = folder / draw.choice(["prefixes.db-wal", "prefixes.db-wal", "prefixes.db-shm", "prefixes.db", block] if i % 2 == 0
                                     else ["prefixes.db", block])
         data = bytearray(file.read_bytes())
@@ -465,10 +477,77 @@ def test_damaged_store_often(gen, models, tmp_path):
 def test_damaged_store_is_begun_anew(gen, models, tmp_path):
     folder, model = tmp_path / "d", models / "llama"
     answer(gen, model, X, "--prefix-cache", folder)
-    (folder / "block-3").write_bytes(bytes((folder / "block-3").stat().st_size))
-    assert answer(gen, model, X, "--prefix-cache", folder, err="damaged") == (cold(gen, model, X), 64)
-    assert answer(gen, model, X, "--prefix-cache", folder, err="")[1] == 0
-    assert answer(gen, model, X, "--prefix-cache", folder, err="")[1] == 192
+    mine = ["block-diagram.txt", "block-7", "prefixes.db.bak", "prefixes.blocks/block-diagram.txt"]
+    for n, name in enumerate(mine):
+        (folder / name).write_text(name)
+
+    def replace(file, how):
+        file.unlink(missing_ok=True)
+        if how:
+            how(file)
+
+    def full_folder(file):
+        file.mkdir()
+        (file / "x").write_text("x")
+    zeros = bytes(block_files(folder)[0].stat().st_size)
+    for how in (lambda f: f.write_bytes(zeros), lambda f: f.write_bytes(zeros[:-1]), None, os.mkfifo, lambda f: f.mkdir(), full_folder,
+                lambda f: f.symlink_to(folder / "block-7"), lambda f: f.symlink_to("/nowhere")):
+        replace(block_files(folder)[2], how)
+        assert answer(gen, model, X, "--prefix-cache", folder, err="damaged") == (cold(gen, model, X), 64)
+        assert answer(gen, model, X, "--prefix-cache", folder, err="")[1] == 0
+        assert answer(gen, model, X, "--prefix-cache", folder, err="")[1] == 192
+        assert all((folder / name).read_text() == name for name in mine)
+
+
+def block_files(folder):
+    """The blocks' files in the order of their ids."""
+    with contextlib.closing(sqlite3.connect(folder / "prefixes.db")) as db:
+        ids = [row[0] for row in db.execute("SELECT id FROM block ORDER BY id")]
+    return [folder / "prefixes.blocks" / f"block-{n}" for n in ids]
+
+
+def test_what_lies_at_the_next_name(gen, models, tmp_path):
+    """A file that a killed writer left, or whatever else is there, is not written to, and is waited for by nobody."""
+    folder, model = tmp_path / "d", models / "llama"
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    places = [os.mkfifo, lambda f: f.symlink_to(mine), lambda f: os.link(mine, f),
+              lambda f: f.write_bytes(bytes(1 << 20)), lambda f: f.mkdir()]
+    answer(gen, model, X, "--prefix-cache", folder)
+    for i, how in enumerate(places):
+        last = block_files(folder)[-1]
+        how(last.with_name(f"block-{int(last.name[6:]) + 1}"))
+        prompt, a_folder = text(20 + i, 200), i == len(places) - 1
+        assert answer(gen, model, prompt, "--prefix-cache", folder, err="damaged" if a_folder else "")[1] == 0
+        if a_folder:
+            answer(gen, model, prompt, "--prefix-cache", folder, err="")
+        assert answer(gen, model, prompt, "--prefix-cache", folder, err="")[1] == 192
+        assert mine.read_text() == "mine" and check(folder) == (6 if a_folder else 6 * i + 12)
+
+
+def test_database_is_removed(gen, models, tmp_path):
+    """The blocks that lie there without one go when it is made anew."""
+    folder, model = tmp_path / "d", models / "llama"
+    answer(gen, model, text(1, 2000), "--prefix-cache", folder)
+    for file in folder.glob("prefixes.db*"):
+        file.unlink()
+    answer(gen, model, X, "--prefix-cache", folder, err="")
+    assert check(folder) == len(list((folder / "prefixes.blocks").iterdir())) == 6
+
+
+def test_clock_is_set_back(gen, models, tmp_path):
+    """What was used in the future makes room as well."""
+    folder, model = tmp_path / "d", models / "llama"
+    args = ["--prefix-cache", folder, "--prefix-cache-size", "2M"]
+    for i in range(8):
+        answer(gen, model, text(100 + i, 400), *args, n=1)
+    with contextlib.closing(sqlite3.connect(folder / "prefixes.db")) as db:
+        db.execute("UPDATE block SET used = used + 1000000000000000")
+        db.commit()
+    for i in range(8):
+        prompt = text(200 + i, 400)
+        assert [answer(gen, model, prompt, *args, err="", n=1)[1] for _ in range(2)] == [0, 384]
+    check(folder)
 
 
 def test_places_that_are_no_store(gen, models, tmp_path):
@@ -483,6 +562,11 @@ def test_places_that_are_no_store(gen, models, tmp_path):
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / "prefixes.db").symlink_to(tmp_path / "file")
     (tmp_path / "directory" / "prefixes.db").mkdir(parents=True)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "prefixes.blocks").symlink_to(tmp_path)
+    assert answer(gen, model, X, "--prefix-cache", tmp_path / "taken", err="prefixes.blocks") == (bits, 0)
+    err = gen.ok("-m", model, "-p", X, "-n", "1", "--prefix-cache", "/sys/new").err      # nobody can make a folder in /sys
+    assert "/sys/new cannot be used" in err and "No such file" not in err
     for name in ("file", "file/under", "other", "foreign", "link", "directory", "no/parents"):
         for _ in range(2):
             assert answer(gen, model, X, "--prefix-cache", tmp_path / name, err="prefixes.db" if name in (
