@@ -66,7 +66,6 @@ static const char schema[] =
     "CREATE TABLE block(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, parent BLOB NOT NULL,"
     " used INTEGER NOT NULL, parts INTEGER NOT NULL, tokens BLOB NOT NULL, bytes INTEGER NOT NULL, sum INTEGER NOT NULL);"
     "CREATE INDEX block_used ON block(used);"
-    "INSERT INTO sqlite_sequence VALUES ('block', strftime('%s', 'now') * 1000000);"
     "CREATE TABLE gone(id INTEGER PRIMARY KEY);"
     "CREATE TABLE disk(bytes INTEGER NOT NULL);"
     "INSERT INTO disk VALUES (0);"
@@ -313,13 +312,19 @@ static void commit(struct database *d)
     if (dropped && begin(d)) commit(d);
 }
 
+/* Microseconds since 1970. */
+static int64_t clock_time(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return (int64_t)t.tv_sec * SECOND + t.tv_nsec / 1000;
+}
+
 /* The use of a block of this prompt, whose time is later than all that are there, even where the clock was set back. */
 static int64_t use_of(struct database *d, int64_t index)
 {
-    struct timespec t;
     if (!d->now) {
-        clock_gettime(CLOCK_REALTIME, &t);
-        d->now = (int64_t)t.tv_sec * SECOND + t.tv_nsec / 1000;
+        d->now = clock_time();
         int64_t newest = step(d, NEWEST) == SQLITE_ROW ? number(d, NEWEST, 0) : 0;
         reset(d, NEWEST);
         if (newest > INT64_MAX / 2) damage(d, "a block's time is none");
@@ -675,7 +680,8 @@ static bool create(struct database *d)
         return false;
     if (application) return execute(d, "ROLLBACK");    /* another process was faster */
     clear_blocks(d);
-    snprintf(text, sizeof text, "PRAGMA application_id=%d; PRAGMA user_version=%d; COMMIT", APPLICATION, VERSION);
+    snprintf(text, sizeof text, "INSERT INTO sqlite_sequence VALUES ('block', %lld); PRAGMA application_id=%d;"
+             "PRAGMA user_version=%d; COMMIT", (long long)clock_time(), APPLICATION, VERSION);
     return execute(d, schema) && execute(d, text);
 }
 
