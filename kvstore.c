@@ -252,12 +252,14 @@ static void clear_blocks(struct database *d)
     if (all) closedir(all);
 }
 
-/* The largest id that was ever given; 0 after a failure. */
-static int64_t last_id(struct database *d)
+/* The largest id that was ever given. */
+static bool last_id(struct database *d, int64_t *last)
 {
-    int64_t last = step(d, LAST) == SQLITE_ROW ? number(d, LAST, 0) : 0;
+    int rc = step(d, LAST);
+    *last = rc == SQLITE_ROW ? number(d, LAST, 0) : 0;
     reset(d, LAST);
-    return last;
+    if (*last < 0 || *last > INT64_MAX / 2) return damage(d, "a block's number is none");
+    return rc != 0;
 }
 
 /* In a transaction: removes the files of rows that were dropped by earlier ones. */
@@ -291,9 +293,9 @@ static void leave(struct database *d)
 static void roll_back(struct database *d)
 {
     if (d->writing) leave(d);
+    int64_t last;
     if (d->first < d->end && run(d, BEGIN)) {
-        int64_t last = last_id(d);
-        for (int64_t id = d->first; id < d->end; id++)
+        for (int64_t id = last_id(d, &last) ? d->first : d->end; id < d->end; id++)
             if (id > last) unlinkat(d->blocks, file_of(id).text, 0);
         leave(d);
     }
@@ -457,7 +459,7 @@ static const void *db_read(struct kvstore *k, const struct kvstore_block *b)
     if (why && !is_damage(why))
         give_up(d, "the prefix cache %s cannot be read (%s): this run goes on without it", d->path, strerror(why));
     else if (find_id(d, b->key, &row.parts) == id)
-        damage(d, why ? "a block's file is missing, too short or none" : "a block's checksum is wrong");
+        damage(d, why ? "a block's file is missing, cut or not a file" : "a block's checksum is wrong");
     return NULL;                       /* or it was dropped meanwhile */
 }
 
@@ -512,8 +514,8 @@ static bool add_row(struct database *d, const struct kvstore_block *b, int64_t i
 static bool add_blocks(struct database *d, struct putting *p)
 {
     struct error ignored;
-    int64_t last = last_id(d);
-    if (last < 0 || last > INT64_MAX / 2) return damage(d, "a block's number is none");
+    int64_t last;
+    if (!last_id(d, &last)) return false;
     for (int i = 0; i < p->n; i++) p->id[i] = last + 1 + i;
     if (!d->end) d->first = last + 1;
     d->end = last + 1 + p->n;

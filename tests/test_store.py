@@ -499,6 +499,19 @@ def test_damaged_store_is_begun_anew(gen, models, tmp_path):
         assert all((folder / name).read_text() == name for name in mine)
 
 
+@pytest.mark.parametrize("change", ["UPDATE sqlite_sequence SET seq = 9223372036854775807", "UPDATE sqlite_sequence SET seq = -1",
+                                    "UPDATE block SET used = 9223372036854775807"])
+def test_numbers_without_a_next_one(gen, models, tmp_path, change):
+    folder, model = tmp_path / "d", models / "llama"
+    answer(gen, model, X, "--prefix-cache", folder)
+    with contextlib.closing(sqlite3.connect(folder / "prefixes.db")) as db:
+        db.execute(change)
+        db.commit()
+    assert answer(gen, model, text(2, 200), "--prefix-cache", folder, err="damaged")[1] == 0
+    assert answer(gen, model, X, "--prefix-cache", folder, err="")[1] == 0
+    assert check(folder) == 6
+
+
 def block_files(folder):
     """The blocks' files in the order of their ids."""
     with contextlib.closing(sqlite3.connect(folder / "prefixes.db")) as db:
