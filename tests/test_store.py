@@ -601,6 +601,16 @@ def test_full_disk(gen, models, tmp_path, room):
             assert run.returncode == 0 and run.stderr.count("warning") == 1, run.stderr
             assert run.stdout == gen.ok("-m", models / "llama", "-p", text(6, 900), "-n", "4", "--temp", "0").text
     assert os.listdir(tmp_path) == ["d"]
+    assert not list(tmp_path.rglob("block-*"))
+
+
+@pytest.mark.parametrize("room", [56 << 10, 80 << 10])
+def test_full_disk_between_two_transactions(gen, models, tmp_path, room):
+    """The blocks' files have room, the database's log has none for all rows: no file is left of what was not committed."""
+    run = subprocess.run([str(w) for w in (GEN, "-m", models / "llama", "-p", text(6, 900), "-n", "1", "--prefix-cache", tmp_path / "d")],
+                         capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)))
+    assert run.returncode == 0 and run.stderr.count("warning") == 1, run.stderr
+    assert check(tmp_path / "d") == len(list((tmp_path / "d" / "prefixes.blocks").iterdir())) == 16
 
 
 def test_locked_by_a_process_that_sleeps(gen, models, tmp_path):
