@@ -79,6 +79,7 @@ struct scheduler {
     double begun, waste_sum;
     int64_t n_steps;
     bool seed_kept;
+    bool short_of_pages;               /* some were given up, and no pass has succeeded since: nobody is admitted */
     /* several processes */
     int64_t last_id, n_away;
     struct rank { int wants; bool ended; struct batch_status status; } *ranks;     /* [size] as rank 0 knows them */
@@ -552,20 +553,24 @@ static void give_up_youngest(struct scheduler *b)
     t->fetched = false;
     t->last = 0;
     t->state = WAITING;
+    b->short_of_pages = true;
     b->status->waiting++;
     b->status->given_up++;
 }
 
-/* Bytes of pages that the running tasks will take until all their prompts are read and each has one page more. */
-static size_t promised(const struct scheduler *b)
+/* Bytes of pages that the running tasks will take until all their prompts are read and each has one page more, with
+ * what the passes of these rows and `rows` others take for themselves. */
+static size_t promised(const struct scheduler *b, int64_t rows)
 {
     size_t bytes = 0, page = engine_bytes_for(b->o.engine, 1);
+    int64_t most = engine_rows(b->o.engine);
     for (int i = 0; i < b->n_slots; i++) {
         const struct task *t = b->slots[i];
         int64_t n = (int64_t)t->tokens.len;
         bytes += page + (t->sequence ? sequence_bytes_to(t->sequence, n) : engine_bytes_for(b->o.engine, n));
+        rows += n - (t->sequence ? sequence_length(t->sequence) : 0);
     }
-    return bytes;
+    return bytes + engine_bytes_of_pass(b->o.engine, rows < most ? rows : most);
 }
 
 /* Is there memory for one task more? What it shares with a running one takes none. */
@@ -576,8 +581,9 @@ static bool fits(const struct scheduler *b, const struct task *t)
         int64_t n = alike(t, b->slots[i]);
         if (n > shared) shared = n;
     }
-    size_t bytes = engine_bytes_for(b->o.engine, (int64_t)t->tokens.len) - engine_bytes_for(b->o.engine, shared);
-    return !b->n_slots || promised(b) + bytes <= engine_room(b->o.engine);
+    int64_t n = (int64_t)t->tokens.len;
+    size_t bytes = engine_bytes_for(b->o.engine, n) - engine_bytes_for(b->o.engine, shared);
+    return !b->n_slots || promised(b, n - shared) + bytes <= engine_room(b->o.engine);
 }
 
 /* Takes waiting tasks into the free slots, in the order of their lines. */
@@ -591,7 +597,7 @@ static bool admit(struct scheduler *b, struct error *e)
             if (!finish(b, t, NULL, &why, e)) return false;
             continue;
         }
-        if (!fits(b, t)) break;
+        if (b->short_of_pages || !fits(b, t)) break;
         b->status->waiting--;
         if (t->parked) sequence_prefetch(t->sequence);
         t->fetched = t->parked;
@@ -683,12 +689,13 @@ static bool has_room(const struct scheduler *b)
 {
     size_t bytes = 0;
     for (int i = 0; i < b->n_work; i++)
-        bytes += sequence_bytes_to(b->work[i].s, sequence_length(b->work[i].s) + b->work[i].n);
+        bytes += sequence_bytes_more(b->work[i].s, b->work[i].n);
     return bytes <= engine_room(b->o.engine);
 }
 
 static bool step(struct scheduler *b, struct error *e)
 {
+    struct error why;
     int prompts = compose(b);
     while (b->n_slots > 1 && !has_room(b)) {
         give_up_youngest(b);
@@ -697,11 +704,15 @@ static bool step(struct scheduler *b, struct error *e)
     for (int i = 0; i < b->n_slots; i++) b->slots[i]->fetched = false;
     if (!b->n_work) return true;
     double start = now_seconds();
-    if (!engine_forward(b->o.engine, b->work, b->n_work, e)) {
-        if (b->n_slots == 1) return false;
-        give_up_youngest(b);           /* copies of shared pages took what was left */
-        return true;
+    if (!engine_forward(b->o.engine, b->work, b->n_work, &why)) {
+        struct task *alone = b->slots[0];
+        if (b->n_slots > 1) return give_up_youngest(b), true;
+        if (has_room(b)) return *e = why, false;       /* pages are not what it lacked */
+        b->short_of_pages = false;
+        leave(b, alone);
+        return finish(b, alone, NULL, &why, e);
     }
+    b->short_of_pages = false;
     count(b);
     double now = now_seconds();
     int n = b->n_work;

@@ -1048,6 +1048,30 @@ size_t sequence_bytes_to(const struct sequence *s, int64_t n)
     return wants > has ? wants - has : 0;
 }
 
+size_t sequence_bytes_more(const struct sequence *s, int64_t n)
+{
+    const struct engine *g = s->g;
+    size_t bytes = 0;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        int64_t rows = rows_of(s, i);
+        int main = kv_table_lacks(&s->main[i], &g->main[i], rows, rows + n);
+        int raw = kv_table_lacks(&s->raw[i], &g->raw[i], rows, rows + n);
+        bytes += (size_t)main * kv_page_bytes(&g->main[i].shape) + (size_t)raw * kv_page_bytes(&g->raw[i].shape);
+    }
+    return bytes;
+}
+
+size_t engine_bytes_of_pass(const struct engine *g, int64_t rows)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < KV_GROUPS; i++) {
+        if (g->raw[i].n_pages) bytes += (size_t)(rows / KV_BLOCK + 1) * kv_page_bytes(&g->raw[i].shape);
+        if (g->main[i].n_pages && g->window[i])
+            bytes += (size_t)(rows / g->main[i].shape.page_size + 1) * kv_page_bytes(&g->main[i].shape);
+    }
+    return bytes;
+}
+
 size_t engine_room(const struct engine *g)
 {
     size_t room = 0, idle = 0;

@@ -135,6 +135,11 @@ size_t engine_bytes_for(const struct engine *g, int64_t n);
 size_t engine_room(const struct engine *g);
 /* Bytes that the sequence would need beyond what it has, to hold n tokens. */
 size_t sequence_bytes_to(const struct sequence *s, int64_t n);
+/* Bytes of pages that a forward pass takes to add n tokens: exactly those that engine_forward takes, unless two
+ * sequences of the pass get copies of the same page, of which one is not made. */
+size_t sequence_bytes_more(const struct sequence *s, int64_t n);
+/* Bytes of pages that a forward pass of so many rows may take for itself: they are given back at its end. */
+size_t engine_bytes_of_pass(const struct engine *g, int64_t rows);
 /* The sequence is not used for now: its pages are the first to leave memory. A forward pass with it ends this, and
  * brings back what there is room for; sequence_prefetch, a step before, has the system read ahead, or pages moved to the
  * device. */

@@ -63,6 +63,16 @@ static bool note_answer(struct journal *j, const char *line, size_t n, struct er
     return ok;
 }
 
+/* Could the text, the beginning of a line, be that of an answer? */
+static bool may_be_answer(const char *text, size_t n)
+{
+    static const char *const first[] = { "{\"key\":\"", "{\"custom_id\":", "{\"seed\":" };
+    bool may = false;
+    for (size_t i = 0; i < sizeof first / sizeof *first; i++)
+        may = may || strncmp(text, first[i], n < strlen(first[i]) ? n : strlen(first[i])) == 0;
+    return may;
+}
+
 /* Reads the answers that are there, up to where the last whole line ends. */
 static bool read_answers(struct journal *j, size_t size, struct error *e)
 {
@@ -77,6 +87,9 @@ static bool read_answers(struct journal *j, size_t size, struct error *e)
         if (at == text + size) break;
     }
     j->size = at - text;
+    if (ok && !j->answers && !may_be_answer(text, size))       /* no other file is cut */
+        ok = fail(e, GEN_USAGE, "--resume: %s does not begin with an answer of a batch: name the file of the run that "
+                                "is to go on", j->path);
     munmap(text, size);
     if (!ok) return false;
     qsort(j->known, j->n, sizeof *j->known, compare);

@@ -9,7 +9,8 @@ struct journal;
 
 /* Opens the file `path`, NULL = standard output. Without `resume` what it held is gone; with it the answers that it
  * holds are read, and a last line that is not whole is cut off. `source`, the file that lines are read from, is never
- * opened. Errors: GEN_USAGE for a file that cannot be written, holds something else or is in use by another run. */
+ * opened. Errors: GEN_USAGE for a file that cannot be written, does not begin like an answer (it stays as it is) or is
+ * in use by another run. */
 bool journal_open(struct journal **out, const char *path, bool resume, const char *source, struct error *e);
 void journal_close(struct journal *j);
 

@@ -168,6 +168,13 @@ void kv_pool_copy(const struct kv_pool *p, int32_t to, int32_t from, int64_t tok
     if (p->copied) p->copied(p->copied_user, p, to, from, tokens);
 }
 
+int kv_table_lacks(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to)
+{
+    if (p->n_pages == 0 || to <= from) return 0;
+    int want = pages_for(p, to);
+    return (want > t->n ? want - t->n : 0) + not_own(t, p, from);
+}
+
 bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to)
 {
     if (p->n_pages == 0 || to <= from) return true;

@@ -301,6 +301,8 @@ bool kv_table_open(struct kv_table *t, struct kv_pool *p, int64_t max_tokens, st
  * has others as owners (its tokens before `from` are copied) or is gone. False when the pool has not enough pages left
  * (no other page is covered then). */
 bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to);
+/* Pages that kv_table_grow would take. */
+int kv_table_lacks(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to);
 /* The empty table `t` gets all pages of `from`, which both own then. */
 void kv_table_share(struct kv_table *t, const struct kv_table *from, struct kv_pool *p);
 /* Gives back the pages past `tokens` tokens, the last first. */

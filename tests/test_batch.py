@@ -165,6 +165,24 @@ def test_more_work_than_memory(gen, model, tmp_path, offload):
     assert last["repeated_tokens"] > 0 or offload
 
 
+@pytest.mark.parametrize("args", [[], ["--no-share"], ["--evict", "snapkv", "--kv-budget", "256"], ["--window", "64"]])
+def test_any_memory_ends(gen, tmp_path, args):
+    """Raw rows of a pass come on top of what sequences keep: a pass that lacks room makes way, and is not tried again
+    with the same tasks for ever."""
+    tiny = random_model(str(tmp_path / "tiny.gguf"), layers=2, embd=64, ff=64, heads=4, kv_heads=2, head_k=32, ctx=2048)
+    text = TEXT * 4
+    lines = [{"prompt": p} for p in (text[:700], text[:351], "qq" + text[:700], text[:700], text[:701], "short")]
+    for types in ("bf16", "int8"), ("int4", "f32"):
+        for memory in "200K", "350K", "510K", "540K":
+            same = [*args, "-s", "3", "-n", "5", "--kv-heads", "mqa", "-ctk", types[0], "-ctv", types[1],
+                    "--kv-memory", memory]
+            r = gen("-q", "-m", tiny, "--batch", "-", *same, "-np", "3", stdin=jsonl(lines))
+            got = answers(r)
+            assert len(got) == len(lines) and all(("response" in a) != ("error" in a) for a in got), r.err
+            assert r.rc == any("error" in a for a in got) and "response" in got[5]
+            assert got == answers(gen("-q", "-m", tiny, "--batch", "-", *same, "-np", "1", stdin=jsonl(lines)))
+
+
 def test_window(gen, model):
     lines = [{"prompt": (TEXT * 4)[i:], "predict": 90, "temp": 0, "ignore-eos": True} for i in range(0, 400, 60)]
     args = ["--window", "128", "--sinks", "4"]
@@ -353,6 +371,13 @@ def test_resume_refuses_other_files(gen, model, files, tmp_path):
     out.write_text('{"custom_id":1}\n')
     gen.refused(*base, "-o", out, "--resume", rc=2, says=["line 1", "out.jsonl"])
     assert out.read_text() == '{"custom_id":1}\n'
+    for text in ("my precious notes", "{", '{"ke', '{"keys":1', '{"key":"0a', '{"seed":5,"key'):
+        out.write_text(text)
+        if any(answer.startswith(text[:8]) for answer in ('{"key":"', '{"seed":')):
+            assert len(run_to(gen, model, lines, out, "-s", "1", "--resume", rc=1)) > 1000, text
+            continue
+        gen.refused(*base, "-o", out, "--resume", rc=2, says=["out.jsonl", "does not begin with an answer"])
+        assert out.read_text() == text
     gen.refused(*base, "-o", lines, rc=2, says="in.jsonl")
     assert lines.stat().st_size > 1000
     gen.refused(*base, "-o", tmp_path / "no" / "out", rc=2, says="No such file")

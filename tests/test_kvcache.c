@@ -140,12 +140,23 @@ static void keys_of(const int32_t *tokens, int64_t n, uint8_t (*keys)[KV_KEY])
     for (int64_t b = 0; b < n / KV_BLOCK; b++) kv_block_key(b ? keys[b - 1] : root, tokens + b * KV_BLOCK, keys[b]);
 }
 
+/* Pages that have no owner. */
+static int unowned(const struct kv_pool *p)
+{
+    int n = 0;
+    for (int i = 0; i < KV_TIERS; i++) n += p->tier[i].n_free + p->tier[i].n_idle;
+    return n;
+}
+
 static void op_append(int p, int t)
 {
     struct shadow *x = &shadow[p][t];
     int64_t n = x->n + 1 + rnd(100);
     if (n > MOST || (x->n && x->gone[x->n - 1])) return;
+    int lacks = kv_table_lacks(&table[p][t], &pool[p], x->n, n), before = unowned(&pool[p]);
     if (!kv_table_grow(&table[p][t], &pool[p], x->n, n)) return;
+    assert_int_equal(before - unowned(&pool[p]), lacks);
+    assert_int_equal(kv_table_lacks(&table[p][t], &pool[p], x->n, n), 0);
     for (; x->n < n; x->n++) {         /* few different texts, so that beginnings are often the same */
         x->token[x->n] = (int32_t)(x->n / KV_BLOCK * 2 + (rnd(200) == 0));
         x->gone[x->n] = false;
