@@ -695,7 +695,6 @@ static bool has_room(const struct scheduler *b)
 
 static bool step(struct scheduler *b, struct error *e)
 {
-    struct error why;
     int prompts = compose(b);
     while (b->n_slots > 1 && !has_room(b)) {
         give_up_youngest(b);
@@ -704,13 +703,10 @@ static bool step(struct scheduler *b, struct error *e)
     for (int i = 0; i < b->n_slots; i++) b->slots[i]->fetched = false;
     if (!b->n_work) return true;
     double start = now_seconds();
-    if (!engine_forward(b->o.engine, b->work, b->n_work, &why)) {
-        struct task *alone = b->slots[0];
-        if (b->n_slots > 1) return give_up_youngest(b), true;
-        if (has_room(b)) return *e = why, false;       /* pages are not what it lacked */
-        b->short_of_pages = false;
-        leave(b, alone);
-        return finish(b, alone, NULL, &why, e);
+    if (!engine_forward(b->o.engine, b->work, b->n_work, e)) {
+        if (b->n_slots == 1) return false;             /* the plan has room for one: the disk is full, a device failed */
+        give_up_youngest(b);
+        return true;
     }
     b->short_of_pages = false;
     count(b);
