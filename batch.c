@@ -704,7 +704,7 @@ static bool step(struct scheduler *b, struct error *e)
     if (!b->n_work) return true;
     double start = now_seconds();
     if (!engine_forward(b->o.engine, b->work, b->n_work, e)) {
-        if (b->n_slots == 1) return false;             /* the plan has room for one: the disk is full, a device failed */
+        if (b->n_slots == 1) return false;         /* one always has room: the disk is full, or a device failed */
         give_up_youngest(b);
         return true;
     }
