@@ -604,13 +604,20 @@ def test_full_disk(gen, models, tmp_path, room):
     assert not list(tmp_path.rglob("block-*"))
 
 
-@pytest.mark.parametrize("room", [56 << 10, 80 << 10])
-def test_full_disk_between_two_transactions(gen, models, tmp_path, room):
-    """The blocks' files have room, the database's log has none for all rows: no file is left of what was not committed."""
-    run = subprocess.run([str(w) for w in (GEN, "-m", models / "llama", "-p", text(6, 900), "-n", "1", "--prefix-cache", tmp_path / "d")],
-                         capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)))
-    assert run.returncode == 0 and run.stderr.count("warning") == 1, run.stderr
-    assert check(tmp_path / "d") == len(list((tmp_path / "d" / "prefixes.blocks").iterdir())) == 16
+def test_full_disk_between_two_transactions(gen, models, tmp_path):
+    """The blocks' files have room, the database's log has none for all rows: no file is left of what was not committed.
+    How much fits in the log depends on when it was worked off, so that several sizes are tried."""
+    kept = set()
+    for room in range(48 << 10, 112 << 10, 8 << 10):
+        folder = tmp_path / str(room)
+        run = subprocess.run([str(w) for w in (GEN, "-m", models / "llama", "-p", text(6, 900), "-n", "1", "--prefix-cache", folder)],
+                             capture_output=True, text=True,
+                             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)))
+        assert run.returncode == 0 and run.stderr.count("warning") <= 1, run.stderr
+        rows = check(folder)
+        assert rows == len(list((folder / "prefixes.blocks").iterdir()))
+        if run.stderr: kept.add(rows)
+    assert max(kept) > 0, "no run stored a part"
 
 
 def test_locked_by_a_process_that_sleeps(gen, models, tmp_path):
