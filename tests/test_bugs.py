@@ -239,7 +239,7 @@ def test_reader_that_leaves(mkfix):
 
 def test_interrupted_while_loading(mkfix, smollm2):
     for delay in (0, 0.01, 0.03, 0.1):
-        run = subprocess.Popen([GEN, "-q", "-m", smollm2, "-p", "x", "-n", "-1"], stdin=subprocess.DEVNULL,
+        run = subprocess.Popen([GEN, "-q", "-m", smollm2, "-p", "x", "-n", "-1", "--ignore-eos"], stdin=subprocess.DEVNULL,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         time.sleep(delay)
         run.send_signal(signal.SIGINT)
