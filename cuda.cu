@@ -824,14 +824,13 @@ static bool blas_open(struct blas *b, cudaStream_t stream, struct error *e)
     snprintf(name, sizeof name, "libcublas.so.%d", CUBLAS_VER_MAJOR);
     b->library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     if (!b->library)
-        return fail(e, GEN_MODEL, "cuBLAS cannot be loaded (%s): put its folder into LD_LIBRARY_PATH, or use "
-                    "--backend cpu", dlerror());
+        return fail(e, GEN_MODEL, "cuBLAS cannot be loaded (%s): put its folder into LD_LIBRARY_PATH", dlerror());
     b->create = (decltype(b->create))dlsym(b->library, "cublasCreate_v2");
     b->destroy = (decltype(b->destroy))dlsym(b->library, "cublasDestroy_v2");
     b->set_stream = (decltype(b->set_stream))dlsym(b->library, "cublasSetStream_v2");
     b->gemm = (gemm_function)dlsym(b->library, "cublasGemmEx");
     if (!b->create || !b->destroy || !b->set_stream || !b->gemm)
-        return fail(e, GEN_MODEL, "%s lacks functions of cuBLAS: use --backend cpu", name);
+        return fail(e, GEN_MODEL, "%s lacks functions of cuBLAS", name);
 #else
     *b = { NULL, NULL, cublasCreate, cublasDestroy, cublasSetStream, cublasGemmEx };
 #endif
@@ -941,7 +940,7 @@ static bool remember(struct gpu *c, void *p)
     return true;
 }
 
-/* Device memory, filled with zeros; lower: what the user can do when there is too little. */
+/* Device memory, filled with zeros; lower: what the user can do when there is too little, NULL = nothing. */
 static void *device_alloc(struct gpu *c, size_t bytes, const char *label, const char *what, const char *lower)
 {
     void *p = NULL;
@@ -951,7 +950,8 @@ static void *device_alloc(struct gpu *c, size_t bytes, const char *label, const 
     cudaError_t r = cudaMalloc(&p, bytes);
     if (r == cudaErrorMemoryAllocation) {
         cudaGetLastError();
-        fail(c->e, GEN_RUN, "%s need %zu bytes of device memory, but %zu are free: %s", what, bytes, available, lower);
+        fail(c->e, GEN_RUN, "%s need %zu bytes of device memory, but %zu are free%s%s", what, bytes, available,
+             lower ? ": " : "", lower ? lower : "");
         return NULL;
     }
     if (!check(c, r, "cudaMalloc", what)) return NULL;
@@ -969,7 +969,7 @@ static void *host_alloc(struct gpu *c, size_t bytes, const char *what, const cha
         size_t available = (size_t)sysconf(_SC_AVPHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
         cudaGetLastError();
         fail(c->e, GEN_RUN, "%s need %zu bytes of pinned memory; the system has %zu free, of which not all may be "
-             "pinned: %s", what, bytes, available, lower);
+             "pinned%s%s", what, bytes, available, lower ? ": " : "", lower ? lower : "");
         return NULL;
     }
     return check(c, r, "cudaMallocHost", what) ? p : NULL;
@@ -1583,7 +1583,7 @@ static void cuda_close(struct backend *b)
 /* A vector of n floats on the device. */
 static bool put_vector(struct gpu *c, const float *host, size_t n, float **out)
 {
-    *out = (float *)device_alloc(c, n * sizeof *host, "vectors", "the weights would", "use --backend cpu");
+    *out = (float *)device_alloc(c, n * sizeof *host, "vectors", "the weights would", NULL);
     c->weight_bytes += n * sizeof *host;
     return *out && remember(c, *out) &&
            check(c, cudaMemcpyAsync(*out, host, n * sizeof *host, cudaMemcpyHostToDevice, c->stream), "cudaMemcpy",
@@ -1633,7 +1633,7 @@ static bool load_matrix(struct gpu *c, struct staging *s, const struct matrix *m
     planes[2] = plane(&at, is_float(w->type) ? 0 : blocks * 4 * high_bits(t));
     planes[3] = plane(&at, is_float(w->type) ? 0 : blocks * scale_bytes(t));
     planes[4] = plane(&at, is_float(w->type) ? 0 : blocks / 8 * super_bytes(t));
-    unsigned char *base = (unsigned char *)device_alloc(c, at, "weights", "the weights would", "use --backend cpu");
+    unsigned char *base = (unsigned char *)device_alloc(c, at, "weights", "the weights would", NULL);
     if (!base || !remember(c, base)) return false;
     c->weight_bytes += at;
     w->a = base + planes[0], w->b = base + planes[1], w->h = base + planes[2];
@@ -1692,10 +1692,8 @@ static bool load_weights(struct gpu *c, void (*progress)(double))
     s.progress = progress;
     s.total = (double)gguf_file_bytes(c->m->file);
     for (int i = 0; i < 2 && ok; i++)
-        ok = (s.host[i] = (unsigned char *)host_alloc(c, STAGING_BYTES, "the weights on their way",
-                                                      "use --backend cpu")) &&
-             (s.device[i] = (unsigned char *)device_alloc(c, STAGING_BYTES, "staging", "the weights would",
-                                                          "use --backend cpu")) &&
+        ok = (s.host[i] = (unsigned char *)host_alloc(c, STAGING_BYTES, "the weights on their way", NULL)) &&
+             (s.device[i] = (unsigned char *)device_alloc(c, STAGING_BYTES, "staging", "the weights would", NULL)) &&
              check(c, cudaEventCreateWithFlags(&s.done[i], cudaEventDisableTiming), "cudaEventCreate", "the weights");
     ok = ok && load_all(c, &s) && check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "repack");
     if (!ok) cudaStreamSynchronize(c->stream);
@@ -1758,9 +1756,8 @@ static bool open_buffers(struct gpu *c)
     char *dev;
     ok = ok && c->tables && scratch(c, &dev, c->step_bytes) &&
          (c->host_step = host_alloc(c, c->step_bytes, "the step's rows", "lower --batch-size")) &&
-         (c->host_ids = (int32_t *)host_alloc(c, sizeof(int32_t) * LOGIT_ROWS, "token ids", "use --backend cpu")) &&
-         (c->host_logits = (float *)host_alloc(c, sizeof(float) * LOGIT_ROWS * m->n_vocab, "logits",
-                                               "use --backend cpu"));
+         (c->host_ids = (int32_t *)host_alloc(c, sizeof(int32_t) * LOGIT_ROWS, "token ids", NULL)) &&
+         (c->host_logits = (float *)host_alloc(c, sizeof(float) * LOGIT_ROWS * m->n_vocab, "logits", NULL));
     if (!ok) return false;
     c->dev_step = dev;
     memset(c->host_step, 0, c->step_bytes);
@@ -1775,19 +1772,17 @@ static bool find_device(cudaDeviceProp *device, struct error *e)
     int n = 0, driver = 0;
     cudaError_t r = cudaGetDeviceCount(&n);
     if (r == cudaErrorNoDevice || (r == cudaSuccess && n == 0))
-        return fail(e, GEN_MODEL, "there is no CUDA device: use --backend cpu");
+        return fail(e, GEN_MODEL, "there is no CUDA device");
     if (r == cudaErrorInsufficientDriver) {
         cudaDriverGetVersion(&driver);
-        if (driver == 0) return fail(e, GEN_MODEL, "there is no CUDA driver: use --backend cpu");
-        return fail(e, GEN_MODEL, "the CUDA driver is too old (%d.%d, but gen needs %d.%d): update it or use "
-                    "--backend cpu", driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
+        if (driver == 0) return fail(e, GEN_MODEL, "there is no CUDA driver");
+        return fail(e, GEN_MODEL, "the CUDA driver is too old (%d.%d, but gen needs %d.%d): update it", driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
                     CUDART_VERSION % 1000 / 10);
     }
     if (r == cudaSuccess) r = cudaGetDeviceProperties(device, 0);
     if (r != cudaSuccess) return fail(e, GEN_MODEL, "CUDA cannot be used: %s", cudaGetErrorString(r));
     if (device->major < 8)
-        return fail(e, GEN_MODEL, "the CUDA device %s has compute capability %d.%d, but 8.0 is needed: use "
-                    "--backend cpu", device->name, device->major, device->minor);
+        return fail(e, GEN_MODEL, "the CUDA device %s has compute capability %d.%d, but 8.0 is needed", device->name, device->major, device->minor);
     return true;
 }
 
@@ -1796,8 +1791,7 @@ static bool open_parts(struct gpu *c, const struct backend_options *o)
     const struct model *m = c->m;
     const char *odd = attention_refuses(m->head_k, m->head_v, m->n_head / m->n_kv);
     if (odd)
-        return fail(c->e, GEN_MODEL, "%s: the CUDA backend does not take %s: use --backend cpu", gguf_path(m->file),
-                    odd);
+        return fail(c->e, GEN_MODEL, "%s: the CUDA backend does not take %s", gguf_path(m->file), odd);
     if (!find_device(&c->device, c->e)) return false;
     c->max_rows = o->max_rows;
     c->max_sequences = o->max_sequences;

@@ -1,7 +1,7 @@
 /* nocuda.c - stands in for the CUDA backend in a program that is built without it. */
 #include "backend.h"
 
-static const char absent[] = "this gen was built without CUDA (make found no nvcc): use --backend cpu";
+static const char absent[] = "this gen was built without CUDA (make found no nvcc)";
 
 bool cuda_open(struct backend **out, const struct model *m, const struct backend_options *o, struct error *e)
 {

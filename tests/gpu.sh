@@ -3,19 +3,25 @@
 # compares with the CPU backend, runs compute-sanitizer, then times attention, prefill and decode. One table on stdout,
 # everything as JSON in build/gpu/result.json; exit 1 on any wrong number. Needs the CUDA toolkit, gcc and Python;
 # PyTorch, where it is there, is timed beside.
-# --emulated rehearses it without a GPU, with the emulator and small sizes; its times say nothing.
+# --emulated rehearses it without a GPU, with the emulator and small sizes; its times say nothing. --sources names gen's C
+# files that it needs, for a test.
 set -eu
 cd "$(dirname "$0")/.."
 B=build/gpu
 EMULATED=
 [ "${1:-}" = --emulated ] && EMULATED=yes
+SOURCES="base gguf quant model kernels kernels_generic cpu threads engine ranks comm memory"
+SOURCES="$SOURCES $(echo kvcache*.c | sed 's/\.c//g')"
+KERNELS="kernels_avx2 kernels_avxvnni kernels_avx512"
+if [ "${1:-}" = --sources ]; then
+    echo $SOURCES $KERNELS
+    exit
+fi
 mkdir -p $B
 CFLAGS="-std=gnu11 -O2 -ffp-contract=off -pthread -Itests/gpu -I."
 CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")")}
 
 echo "Building into $B" >&2
-SOURCES="base gguf quant model kernels kernels_generic cpu threads engine ranks comm"
-SOURCES="$SOURCES $(echo kvcache*.c | sed 's/\.c//g')"
 OBJECTS=
 compile() { # NAME FLAGS...
     name=$1; shift
@@ -24,9 +30,13 @@ compile() { # NAME FLAGS...
 }
 for s in $SOURCES; do compile $s; done
 AVX2="-O3 -mavx2 -mfma -mf16c"
-compile kernels_avx2 $AVX2
-compile kernels_avxvnni $AVX2 -mavxvnni
-compile kernels_avx512 $AVX2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512
+for s in $KERNELS; do
+    case $s in
+    *avx2) compile $s $AVX2 ;;
+    *avxvnni) compile $s $AVX2 -mavxvnni ;;
+    *) compile $s $AVX2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512 ;;
+    esac
+done
 gcc $CFLAGS tests/gpu_model.c quant.c -o $B/gpu_model -lm
 gcc $CFLAGS -c tests/cuda_tool.c -o $B/cuda_tool.o
 PIDS=

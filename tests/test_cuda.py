@@ -207,3 +207,28 @@ def test_traffic_of_weights(model, weight):
     path = model(weight=weight, **{**cuda_counters.MODEL, "layers": 1, "kv_heads": 1})
     bytes, sectors = cuda_counters.weight_ratios(cuda_counters.step(TOOL, path, 32, "f16", first=0), path)
     assert bytes <= 1.02 and sectors <= (1.05 if weight == "Q2_K" else 1.03), (bytes, sectors)
+
+
+# ---- tests/gpu.sh, which compiles a list of files of its own
+
+def symbols(path):
+    """(defined, undefined) global names of an object."""
+    lines = subprocess.run(["nm", "-gP", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
+    kinds = [line.split()[:2] for line in lines]
+    return {name for name, kind in kinds if kind not in "Uwv"}, {name for name, kind in kinds if kind == "U"}
+
+
+def test_gpu_script_has_all_sources(tmp_path):
+    """What its files call of gen's is among them, and what they call of libraries is in tests/gpu."""
+    names = subprocess.run(["sh", "tests/gpu.sh", "--sources"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    timer = tmp_path / "gpu_time.o"
+    subprocess.run(["g++", "-x", "c++", "-std=gnu++17", "-Itests/emulator", "-I.", "-c", "tests/gpu_time.cu", "-o", timer], check=True, cwd=ROOT)
+    emulated_objects = [BUILD / "emulated" / f"{name}.o" for name in ("attention", "cuda")]
+    used = [symbols(path) for path in [BUILD / f"{name}.o" for name in names] + emulated_objects + [BUILD / "tests" / "cuda_tool.o", timer]]
+    defined, wanted = (set().union(*parts) for parts in zip(*used))
+    ours = {name: path.stem for path in BUILD.glob("*.o") for name in symbols(path)[0]}
+    missing = {name: ours[name] for name in wanted - defined if name in ours}
+    assert not missing, f"tests/gpu.sh lacks {missing}"
+    stand_ins = "".join(path.read_text() for path in (ROOT / "tests" / "gpu").rglob("*.h"))
+    library = {name for name in wanted if name.startswith(("nettle_", "utf8proc_", "json_", "pcre2_", "sqlite3_", "el_"))}
+    assert all(name.removeprefix("nettle_") in stand_ins for name in library), library
