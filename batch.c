@@ -229,6 +229,35 @@ static bool begin(struct scheduler *b, struct task *t, struct error *why)
     return true;
 }
 
+/* What to say of a line whose cache for `n` tokens is more than all the memory that there is. */
+static bool too_large(const struct scheduler *b, const char *which, int64_t n, struct error *why)
+{
+    const struct options *o = b->o.context->options;
+    return fail(why, GEN_RUN, "%s %lld tokens need %zu bytes of cache, more than the %lld allowed: raise --kv-memory%s or "
+                "ask for fewer", which, (long long)n, engine_bytes_for(b->o.engine, n), (long long)o->kv_memory,
+                o->tensor_parallel > 1 ? "" : ", add --kv-offload host");
+}
+
+/* Makes a request of a line. It cannot be answered where the context is too short for its prompt, or the memory too
+ * small for all that is asked for. Errors: as request_make. */
+static bool make_request(const struct scheduler *b, struct request **out, const struct line *line, struct error *e)
+{
+    const struct options *all = b->o.context->options;
+    int64_t ctx = engine_ctx(b->o.engine);
+    if (!request_make(out, b->o.context, line, e)) return false;
+    struct request *r = *out;
+    if (r->error.code) return true;
+    int64_t prompt = (int64_t)r->prompt.len, n = prompt;
+    if (r->o.predict > 0 && !all->evict) n += r->o.predict - 1;    /* the last one is not computed */
+    if (n > ctx) n = prompt > ctx ? prompt : ctx;
+    if (all->kv_memory && !all->kv_offload && engine_bytes_for(b->o.engine, n) > (size_t)all->kv_memory)
+        too_large(b, n > prompt ? "prompt and answer of" : "the prompt's", n, &r->error);
+    else if (prompt > ctx)
+        fail(&r->error, GEN_USAGE, "the prompt has %lld tokens, but the context holds %lld: %s or shorten the prompt",
+             (long long)prompt, (long long)ctx, b->o.longer);
+    return true;
+}
+
 /* ---- the queue --------------------------------------------------------------------------------------------------- */
 
 static bool append(struct scheduler *b, struct request *r, int sample, int64_t id, struct error *e)
@@ -265,7 +294,7 @@ static bool next_task(struct scheduler *b, int wait_ms, bool *any, struct error 
         if (state == FEED_FAILED) return false;
         if (state != FEED_LINE) return true;
         if (is_empty(b, &line)) continue;
-        if (!request_make(&b->current, b->o.context, &line, e)) return false;
+        if (!make_request(b, &b->current, &line, e)) return false;
         b->next_sample = 0;
     }
     struct request *r = b->current;
@@ -455,7 +484,7 @@ static bool take_lines(struct scheduler *b, struct error *e)
         struct request *r;
         memcpy(line.hash, p.hash, sizeof line.hash);
         if (p.id < 0) b->ended = true;
-        else if ((ok = request_make(&r, b->o.context, &line, e))) {
+        else if ((ok = make_request(b, &r, &line, e))) {
             ok = append(b, r, p.sample, p.id, e);
             request_close(r);
         }
@@ -693,18 +722,37 @@ static bool has_room(const struct scheduler *b)
     return bytes <= engine_room(b->o.engine);
 }
 
-static bool step(struct scheduler *b, struct error *e)
+/* Chooses the rows of the next pass so that there is memory for them: the youngest tasks make way, and the one that is
+ * left takes smaller steps. False: not even one token of it fits. */
+static bool make_room(struct scheduler *b, int *prompts)
 {
-    int prompts = compose(b);
+    *prompts = compose(b);
     while (b->n_slots > 1 && !has_room(b)) {
         give_up_youngest(b);
-        prompts = compose(b);
+        *prompts = compose(b);
+    }
+    while (b->n_work == 1 && b->work[0].n > 1 && !has_room(b)) {
+        *prompts = b->work[0].n /= 2;
+        b->work[0].want = 0;
+    }
+    return b->n_slots != 1 || b->o.context->options->kv_offload || has_room(b);
+}
+
+static bool step(struct scheduler *b, struct error *e)
+{
+    struct error why;
+    int prompts;
+    if (!make_room(b, &prompts)) {
+        struct task *t = b->slots[--b->n_slots];
+        b->short_of_pages = false;
+        too_large(b, "its", (int64_t)t->tokens.len, &why);
+        return finish(b, t, NULL, &why, e);
     }
     for (int i = 0; i < b->n_slots; i++) b->slots[i]->fetched = false;
     if (!b->n_work) return true;
     double start = now_seconds();
     if (!engine_forward(b->o.engine, b->work, b->n_work, e)) {
-        if (b->n_slots == 1) return false;         /* one always has room: the disk is full, or a device failed */
+        if (b->n_slots == 1) return false;         /* there was room for one: the disk is full, or a device failed */
         give_up_youngest(b);
         return true;
     }

@@ -36,6 +36,7 @@ struct batch_options {
     struct request_context *context;
     int parallel;                      /* sequences at once, <= LOGIT_ROWS */
     bool unordered, timings;
+    const char *longer;                /* what makes room for longer prompts, as advice */
     int64_t drawn_seed;                /* to be kept in the first answer; -1 = none */
     struct comm *comm;                 /* processes that the lines are divided over; NULL = one. Rank 0 reads and
                                         * writes: the others have neither feed nor journal */

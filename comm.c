@@ -5,6 +5,14 @@
 #include <string.h>
 #include <unistd.h>
 
+int comm_started(int *rank)
+{
+    const char *size = getenv("OMPI_COMM_WORLD_SIZE"), *own = getenv("OMPI_COMM_WORLD_RANK");   /* Open MPI's */
+    if (!size) size = getenv("PMI_SIZE"), own = getenv("PMI_RANK");                             /* MPICH's */
+    *rank = size && own ? atoi(own) : 0;
+    return size && own ? atoi(size) : 1;
+}
+
 #ifdef GEN_MPI
 
 #include <mpi.h>

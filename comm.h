@@ -15,6 +15,9 @@ struct comm;
 bool comm_open(struct comm **out, struct error *e);
 /* c may be NULL. */
 void comm_close(struct comm *c);
+/* How many processes mpirun has started together with this one, 1 without it, and which of them this one is: known
+ * without joining them. */
+int comm_started(int *rank);
 int comm_rank(const struct comm *c);   /* 0 for NULL */
 int comm_size(const struct comm *c);   /* 1 for NULL */
 

@@ -149,7 +149,7 @@ static bool plan_pools(const struct model *m, const struct engine_options *o, st
 }
 
 /* The same, with the limit of memory looked at: pages beyond it need another place, or not all sequences may be long at
- * once, but one must be possible. */
+ * once, but one must be possible unless that is waived. */
 static bool make_plan(const struct model *m, const struct engine_options *o, struct plan *p, struct error *e)
 {
     struct engine_options alone = *o;
@@ -158,7 +158,7 @@ static bool make_plan(const struct model *m, const struct engine_options *o, str
     if (o->kv_offload && o->layout == KV_CONTIGUOUS)
         return fail(e, GEN_USAGE, "--kv-offload moves pages, which --kv-layout contiguous has not: use paged");
     if (!plan_pools(m, &alone, p, e)) return false;
-    if (o->kv_memory && !o->kv_offload && plan_bytes(p, &bytes) && bytes > o->kv_memory)
+    if (o->kv_memory && !o->kv_offload && !o->overcommit && plan_bytes(p, &bytes) && bytes > o->kv_memory)
         return fail(e, GEN_USAGE, "the cache of %lld tokens needs %zu bytes, more than --kv-memory %zu: lower "
                     "--ctx-size or --batch-size, choose smaller types with -ctk and -ctv, or add --kv-offload",
                     (long long)p->seen, bytes, o->kv_memory);
@@ -1032,7 +1032,8 @@ size_t engine_bytes_for(const struct engine *g, int64_t n)
 {
     size_t bytes = 0;
     for (int i = 0; i < KV_GROUPS; i++) {
-        int64_t page = g->main[i].shape.page_size, pages = (n + page - 1) / page, most = g->most_pages[i];
+        int64_t page = g->main[i].shape.page_size, pages = (n + page - 1) / page;
+        int64_t most = g->window[i] ? g->most_pages[i] : pages;
         int64_t raw = g->raw[i].n_pages ? (n + KV_BLOCK - 1) / KV_BLOCK : 0;
         bytes += (size_t)(pages < most ? pages : most) * kv_page_bytes(&g->main[i].shape);
         bytes += (size_t)(raw < 4 ? raw : 4) * kv_page_bytes(&g->raw[i].shape);

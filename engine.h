@@ -26,6 +26,7 @@ struct engine_options {
     bool cache;                        /* false: --no-kv-cache, everything is computed again at each step */
     bool share;                        /* sequences find each other's full pages by their tokens (paged only) */
     size_t kv_memory;                  /* bytes of pages in memory at most; 0 = what the context may need */
+    bool overcommit;                   /* kv_memory may be less than ctx tokens need: passes fail when pages are out */
     const char *kv_offload;            /* where pages go beyond kv_memory: a folder, or "host": /var/tmp, of CUDA pinned
                                         * memory; NULL = nowhere */
     void (*progress)(const char *what, double done);   /* load and prefill, 0..1; may be NULL */

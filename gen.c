@@ -317,6 +317,7 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
         .sinks = p->o.sinks, .slide = p->sinks, .evict = p->o.evict, .budget = p->o.budget, .cache = !p->o.no_kv_cache,
         .share = !p->o.no_share,
         .kv_memory = (size_t)p->o.kv_memory, .kv_offload = p->o.kv_offload,
+        .overcommit = p->o.mode == MODE_BATCH && p->o.layout == KV_PAGED,
         .progress = progress, .comm = p->o.data_parallel ? NULL : p->comm,
     };
 }
@@ -391,7 +392,10 @@ static bool choose_context(struct program *p, int64_t asked, int64_t *ctx, struc
     }
     *ctx = asked;
     if (!engine_estimate(m, &eo, &need, e)) return false;
-    if (need.bytes_reserved > available)
+    if (need.bytes_reserved > available && budget && eo.overcommit)
+        note(p, "a context of %lld tokens needs %s for its cache, but there are only the %s %s: lines that need more get "
+                "an error", (long long)asked, human_bytes((double)need.bytes_reserved, b), a, whose);
+    else if (need.bytes_reserved > available)
         return fail(e, GEN_RUN, "a context of %lld tokens needs %zu bytes (%s) for its cache, more than the %s %s: "
                                 "lower --ctx-size or choose smaller types with -ctk and -ctv", (long long)asked,
                     need.bytes_reserved, human_bytes((double)need.bytes_reserved, b), a, whose);
@@ -866,8 +870,6 @@ static bool open_batch(struct program *p, struct request_context *c, struct erro
     c->no_chat = no_chat;
     c->chats = chats;
     c->plain = name >= 4 && strcmp(o->lines + name - 4, ".txt") == 0;
-    c->ctx = ok ? engine_ctx(p->engine) : 0;
-    c->longer = ok ? longer_context(p, o->ctx, c->ctx) : NULL;
     return ok;
 }
 
@@ -889,22 +891,24 @@ static bool run_batch(struct program *p, struct error *e)
 {
     const struct options *o = &p->o;
     struct error no_chat;
-    struct request_context context = { .keep = p->comm != NULL };
+    struct comm *comm = o->data_parallel ? p->comm : NULL;
+    struct request_context context = { .keep = comm != NULL };
     struct batch_options bo = { .context = &context, .parallel = o->parallel, .unordered = o->unordered,
-                                .timings = o->timings, .stop = &stop_now, .comm = p->comm };
-    int rank = comm_rank(p->comm);
+                                .timings = o->timings, .stop = &stop_now, .comm = comm };
+    int rank = comm_rank(comm);
     if (rank) p->o.quiet = true;
     bool ok = (rank || feed_open(&bo.feed, o->lines, e)) && open_batch(p, &context, &no_chat, e);
     if (rank) signal(SIGINT, SIG_IGN), signal(SIGTERM, SIG_IGN);   /* rank 0 ends the run in order */
     else if (ok) catch_signals();
     ok = ok && (rank || (journal_open(&bo.journal, o->output, o->resume, o->lines, e)
                          && choose_batch_seed(p, bo.journal, &bo.drawn_seed, e)));
-    if (p->comm) {
-        ok = comm_agree(p->comm, ok, e);
-        comm_share(p->comm, &p->o.seed, sizeof p->o.seed);
+    if (comm) {
+        ok = comm_agree(comm, ok, e);
+        comm_share(comm, &p->o.seed, sizeof p->o.seed);
     }
     context.seed = o->seed;
     bo.engine = p->engine;
+    bo.longer = ok ? longer_context(p, o->ctx, p->ctx) : NULL;
     ok = ok && (rank ? follow_batch(p, &bo, e) : answer_lines(p, &bo, e));
     if (!ok && rank) e->code = GEN_OK; /* rank 0 says it */
     feed_close(bo.feed);
@@ -1057,15 +1061,22 @@ static bool run_check_tensors(struct program *p, struct error *e)
 static bool join_ranks(struct program *p, struct error *e)
 {
     int n = p->o.tensor_parallel;
+    int rank, size = comm_started(&rank);
     if (p->o.data_parallel) return comm_open(&p->comm, e);
-    if (n == 1) return true;
-    if (!comm_open(&p->comm, e)) return false;
-    int rank = comm_rank(p->comm), size = comm_size(p->comm);
-    if (size == n) return true;
-    comm_close(p->comm);
-    p->comm = NULL;
-    fail(e, GEN_USAGE, "--tensor-parallel %d needs as many processes, but there are %d: start them with mpirun -n %d", n,
-         size, n);
+    if (n == 1 && (size <= 1 || p->o.mode >= MODE_HELP)) return true;
+    if (n > 1) {
+        if (!comm_open(&p->comm, e)) return false;
+        rank = comm_rank(p->comm);
+        size = comm_size(p->comm);
+        if (size == n) return true;
+        comm_close(p->comm);
+        p->comm = NULL;
+        fail(e, GEN_USAGE, "--tensor-parallel %d needs as many processes, but there are %d: start them with mpirun "
+                           "-n %d", n, size, n);
+    } else {
+        fail(e, GEN_USAGE, "mpirun has started %d processes, each of which would do everything alone: divide the model "
+                           "with --tensor-parallel %d, or the lines of --batch with --data-parallel", size, size);
+    }
     if (rank > 0) e->code = GEN_OK;    /* rank 0 says it */
     return false;
 }

@@ -280,9 +280,6 @@ static bool read_line(struct request *r, const struct request_context *c, const 
     if (!line->data) return fail(e, GEN_USAGE, "the line has more than %d bytes", LINE_MOST);
     if (!(c->plain ? encode_text(r, c, line->data, line->len, e) : read_object(r, c, line, e))) return false;
     if (r->o.seed < 0) r->o.seed = c->seed;
-    if ((int64_t)r->prompt.len > c->ctx)
-        return fail(e, GEN_USAGE, "the prompt has %zu tokens, but the context holds %lld: %s or shorten the prompt",
-                    r->prompt.len, (long long)c->ctx, c->longer);
     return true;
 }
 
@@ -305,12 +302,11 @@ bool request_make(struct request **out, const struct request_context *c, const s
     memcpy(r->hash, line->hash, sizeof r->hash);
     bool ok = !c->keep || !line->data || bytes_add(&r->line, line->data, line->len)
            || fail(e, GEN_RUN, "cannot allocate memory for a line");
-    ok = ok && options_copy(&r->o, c->options, e);
-    if (!ok || (!read_line(r, c, line, &r->error) && r->error.code == GEN_RUN)) {
-        if (ok) *e = r->error;
+    if (!ok || !options_copy(&r->o, c->options, e)) {
         request_close(r);
         *out = NULL;
         return false;
     }
+    read_line(r, c, line, &r->error);
     return true;
 }

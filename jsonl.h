@@ -39,8 +39,6 @@ struct request_context {
     bool chats;                        /* a prompt is a message */
     bool plain;                        /* a line is a prompt, not JSON */
     bool keep;                         /* lines are sent to other processes */
-    int64_t ctx;                       /* tokens that a prompt may have */
-    const char *longer;                /* what raises it, as advice */
     int64_t seed;                      /* in place of -1 */
     char base[65];                     /* hash of all that answers depend on beside their line */
 };
@@ -67,7 +65,8 @@ struct request {
 
 /* A line's key, 64 hexadecimal digits: see struct request. */
 void request_key(char key[65], const struct request_context *c, const struct line *line);
-/* What is wrong with the line is told by the request. Errors: GEN_RUN when memory is out. */
+/* What is wrong with the line is told by the request, also that it takes more memory than there is. Errors: GEN_RUN
+ * when there is none for the request itself. */
 bool request_make(struct request **out, const struct request_context *c, const struct line *line, struct error *e);
 /* Gives one reference back. r may be NULL. */
 void request_close(struct request *r);

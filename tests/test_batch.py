@@ -1,14 +1,17 @@
 """gen --batch: every line gets what it would get alone, in order, whatever happens on the way."""
 import fcntl
 import json
+import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import time
 
+import gguf
 import pytest
 from conftest import GEN, SANITIZED, run_program
 from make_model import chain_model, random_model
@@ -181,6 +184,62 @@ def test_any_memory_ends(gen, tmp_path, args):
             assert len(got) == len(lines) and all(("response" in a) != ("error" in a) for a in got), r.err
             assert r.rc == any("error" in a for a in got) and "response" in got[5]
             assert got == answers(gen("-q", "-m", tiny, "--batch", "-", *same, "-np", "1", stdin=jsonl(lines)))
+
+
+# what does not fit 100 kB of 512 bytes a token, about 190 tokens: a prompt, an answer, one that has no end
+TOO_LARGE = {"prompt": {"prompt": (TEXT * 2)[:300], "predict": 2}, "answer": {"prompt": "a", "predict": 250},
+             "endless": {"prompt": "an answer without an end", "predict": -1},
+             "fork": {"prompt": TEXT[:180] + "x", "predict": 90}}
+
+
+@pytest.mark.parametrize("args", [["-np", "1"], ["-np", "16"], ["-np", "4", "--samples", "3"],
+                                  ["-np", "3", "--no-share"], ["-np", "5", "-ctk", "int8", "-ctv", "int4"],
+                                  ["-np", "5", "-b", "150"], ["-np", "5", "--kv-offload", "host"],
+                                  ["-np", "2", "--data-parallel"]], ids=" ".join)
+def test_lines_larger_than_memory(gen, model, request, args):
+    """A line that does not fit --kv-memory alone is an error of its own; all others get what they always get."""
+    sealed = "int8" in args
+    lines = []
+    for i, line in enumerate(mixed_lines(16, seed=5)):
+        lines.append({**line, "predict": min(line["predict"], 30)})
+        if i % 4 == 1:
+            name = list(TOO_LARGE)[i // 4]
+            lines.append({**TOO_LARGE[name], "custom_id": name, "temp": 0, "ignore-eos": True})
+        lines.append({"prompt": TEXT[:150] + f"{i}", "custom_id": f"shared-{i}", "predict": 9, "temp": 0})
+    same = ["-s", "1", "-c", "1024", *(args[2:] if sealed or "--samples" in args else [])]
+    whole = {(a["custom_id"], a.get("sample")): a for a in batch(gen, model, lines, *same)}
+    memory = "110000" if sealed else "100000"
+    program = request.getfixturevalue("mpirun")(2) if "--data-parallel" in args else [GEN]
+    r = run_program([*program, "-q", "-m", model, "--batch", "-", *same, "--kv-memory", memory, *args], jsonl(lines))
+    got = answers(r)
+    failed = [a for a in got if "error" in a]
+    if "--kv-offload" in args:
+        assert r.rc == 0 and not failed
+    else:
+        assert r.rc == 1 and {a["custom_id"] for a in failed} == set(TOO_LARGE), r.err
+    for a in failed:
+        said = a["error"]["message"]
+        assert re.search(rf" (\d+) tokens need (\d+) bytes of cache, more than the {memory} allowed: "
+                         "raise --kv-memory, add --kv-offload host or ask for fewer", said), said
+        assert a["error"]["line"] == [line["custom_id"] for line in lines].index(a["custom_id"]) + 1
+    for a in got:
+        if "error" not in a:
+            assert a == whole[a["custom_id"], a.get("sample")]
+
+
+def test_numbers_that_overflow(gen, tmp_path):
+    """A line whose logits are no numbers fails alone: not those beside it, nor those that get its pages."""
+    path = random_model(str(tmp_path / "nan.gguf"), layers=2, embd=128, ff=128, head_k=32, weight="F32", ctx=512)
+    z = int(gen.ok("-q", "-m", path, "--dump-tokens", "-p", "z").text.split("\t")[0])
+    reader = gguf.GGUFReader(path, "r+")
+    next(t for t in reader.tensors if t.name == "token_embd.weight").data[z] = math.nan
+    reader.data.flush()
+    lines = [{**line, "logit-bias": f"{z}-10000"} for line in mixed_lines(24)]
+    good = batch(gen, path, lines, "-s", "1")
+    for np in ("1", "6"):
+        both = [x for line in lines for x in ({**line, "prompt": line["prompt"] + "z"}, line)]
+        got = batch(gen, path, both, "-np", np, "-s", "1", "--kv-memory", "500K", rc=1)
+        assert got[1::2] == good and all("not a number" in a["error"]["message"] for a in got[::2])
 
 
 def test_window(gen, model):

@@ -109,6 +109,19 @@ def test_a_chat_of_several_turns(gen, mpi, models):
     assert mpi(2, *words, stdin="one\ntwo\n/undo\nthree\n").out == gen.ok(*words, stdin="one\ntwo\n/undo\nthree\n").out
 
 
+@pytest.mark.parametrize("more", [[], ["--kv-memory", "150K", "-c", "256"]], ids=" ".join)
+def test_a_batch(mpi, models, more):
+    """Lines have the bits that the same ranks give each alone, also when pages are given up and shared."""
+    m = models(weight="Q8_0", heads=8, kv_heads=4, head_k=32, ff=512)
+    words = ["-m", m, "--temp", "0", "--ignore-eos", "-q", "-s", "1", *more]
+    texts = ["a text that all have in common, longer than a block, " + end for end in ("", "and", "and more " * 9)] * 2
+    lines = "".join(json.dumps({"prompt": t}) + "\n" for t in texts)
+    r = mpi(2, *words, "-n", "60", "--batch", "-", "-np", "4", stdin=lines)
+    got = [answer(line)["response"]["logits_sha256"] for line in r.out.splitlines()]
+    alone = [answer(mpi(2, *words, "-n", "60", "--json", "-p", t).out)["logits_sha256"] for t in texts]
+    assert r.rc == 0 and got == alone
+
+
 @pytest.mark.parametrize("ranks,more,says", [
     (2, ["-c", "2000000000"], "ctx-size"), (2, ["-p", ""], "empty")])
 def test_refusals_are_one_sentence_of_rank_0(mpi, models, ranks, more, says):
@@ -126,6 +139,15 @@ def test_ranks_must_be_as_many_as_said(gen, mpi, models):
     command[command.index("--tensor-parallel") + 1] = "4"
     r = run_program(command)
     assert r.rc == 2 and "there are 2" in r.err
+
+
+def test_ranks_without_a_task(mpi, models):
+    """Several processes that know nothing of each other would each do it all."""
+    m = models(weight="F32", heads=8, kv_heads=4, head_k=32, ff=512)
+    command = mpi.command(2, "-m", str(m), "-p", "x", "-n", "1")
+    at = command.index("--tensor-parallel")
+    r = run_program(command[:at] + command[at + 2:])
+    assert r.rc == 2 and r.out == b"" and r.err.count("gen: mpirun has started 2 processes") == 1, r.err
 
 
 def test_a_rank_that_dies_ends_the_run_and_is_named(mpi, models):
