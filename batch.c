@@ -19,8 +19,8 @@
 
 enum {
     WORTH_WAITING = KV_BLOCK,          /* tokens that others compute, from which on a text waits for them */
-    FEW_ROWS = 4,                      /* of prompts in a step beside others' tokens, at least */
     MOST_BEHIND = 1024,                /* answers that may wait for the one whose turn it is to be written */
+    MOST_ROWS = 256,                   /* that cost as much as a step without any, at most */
     WAIT_MS = 200                      /* that a signal is noticed after, while no line comes */
 };
 /* A step with rows of prompts may take this many times as long as one in which all answers under way are written: the
@@ -52,14 +52,17 @@ struct task {
     int64_t computed;                  /* length that the sequence has had already */
     int64_t shared;                    /* tokens of the prompt that others had computed */
     double since, first, last;         /* when it was begun, when its first and its last token came */
+    bool waited;                       /* its pages were given up since its last token */
 };
 
 /* Durations of steps, sorted into bins 3 % wide from 10 microseconds on. */
 enum { BINS = 640 };
 struct histogram { int64_t bin[BINS], n; };
 
-/* What a step costs: seconds = base + row * rows, by least squares whose past fades. */
-struct cost { double n, rows, rows2, s, rows_s; };
+/* What a step costs: seconds = base + row * rows + see * tokens that the rows see. */
+struct price { double base, row, see; };
+/* The price by least squares of relative errors, whose past fades: sums of products of 1, rows, seen and seconds. */
+struct cost { double sums[3][4]; int64_t n; };
 
 struct scheduler {
     struct batch_options o;
@@ -104,38 +107,57 @@ static double histogram_median(const struct histogram *h)
     return h->n ? 1e-5 * pow(1.03, i + 0.5) : 0;
 }
 
-static void cost_add(struct cost *c, double rows, double s)
+static void cost_add(struct cost *c, double rows, double seen, double s)
 {
-    const double fade = 0.97;
-    c->n = c->n * fade + 1;
-    c->rows = c->rows * fade + rows;
-    c->rows2 = c->rows2 * fade + rows * rows;
-    c->s = c->s * fade + s;
-    c->rows_s = c->rows_s * fade + rows * s;
+    s = fmax(s, 1e-6);
+    const double fade = 0.98, x[4] = { 1 / s, rows / s, seen / s, 1 };
+    for (int i = 0; i < 3; i++)
+        for (int k = 0; k < 4; k++) c->sums[i][k] = c->sums[i][k] * fade + x[i] * x[k];
+    c->n++;
 }
 
-/* Seconds that a row of a forward pass takes more; 0 = not known yet. Where the steps have had about as many rows each
- * the slope is chance: at least half of the time is taken to grow with the rows. */
-static double row_seconds(const struct cost *c)
+/* Solves the normal equations for the unknowns that are in use. */
+static void solve(const struct cost *c, const bool use[3], double x[3])
 {
-    double spread = c->n * c->rows2 - c->rows * c->rows, least = c->s / c->rows / 2;
-    return c->n >= 3 ? fmax(spread > 0 ? (c->n * c->rows_s - c->rows * c->s) / spread : 0, least) : 0;
-}
-
-/* Rows of prompts that may join `writing` rows of answers. */
-static int prompt_rows(const struct scheduler *b, int writing)
-{
-    const struct cost *c = &b->cost;
-    int most = engine_rows(b->o.engine) - writing;
-    double row = row_seconds(c), rows = 0;
-    if (!writing) return most;
-    if (row > 0) {
-        double base = fmax((c->s - row * c->rows) / c->n, 0);
-        rows = (STRETCH * (base + row * b->n_slots) - base) / row - writing;
+    const double ridge = 1.01;         /* what the steps do not tell apart shares its cost */
+    double a[3][4];
+    memcpy(a, c->sums, sizeof a);
+    for (int i = 0; i < 3; i++) {
+        a[i][i] *= ridge;
+        for (int k = 0; k < 3 && !use[i]; k++) a[i][k] = a[k][i] = i == k;
+        if (!use[i]) a[i][3] = 0;
     }
-    if (rows < FEW_ROWS) rows = FEW_ROWS;
-    return rows < most ? (int)rows : most;
+    for (int i = 0; i < 3; i++)
+        for (int j = i + 1; j < 3; j++)
+            for (int k = 3; k >= i; k--) a[j][k] -= a[i][k] * a[j][i] / a[i][i];
+    for (int i = 2; i >= 0; i--) {
+        x[i] = a[i][3];
+        for (int k = i + 1; k < 3; k++) x[i] -= a[i][k] * x[k];
+        x[i] /= a[i][i];
+    }
 }
+
+/* As long as nothing is known, all that counts is the rows. */
+static struct price price_of(const struct cost *c)
+{
+    bool use[3] = { true, true, true }, again = c->n >= 3;
+    double x[3] = { 0, 1, 0 };
+    while (again) {                    /* nothing costs less than nothing */
+        solve(c, use, x);
+        again = false;
+        for (int i = 0; i < 3; i++)
+            if (x[i] < 0) use[i] = false, again = true;
+    }
+    return (struct price){ x[0], fmax(x[1], x[0] / MOST_ROWS), x[2] };
+}
+
+/* Tokens that n rows after `length` tokens see. */
+static double tokens_seen(int64_t length, int64_t n)
+{
+    return (double)n * (double)length + (double)n * (double)(n + 1) / 2;
+}
+
+static double row_seconds(const struct price *p, int64_t length) { return p->row + p->see * tokens_seen(length, 1); }
 
 /* ---- answers ----------------------------------------------------------------------------------------------------- */
 
@@ -207,7 +229,7 @@ static bool take(void *user, int32_t id, size_t index, const float *logits, bool
     return logprobs_keep(&t->logprobs, t->sampler, logits, id, index, e) && stream_add(t->stream, id, stopped, e);
 }
 
-/* Makes ready what an answer needs; what is wrong with its options is the line's fault (*why). */
+/* Makes ready what an answer needs; what is wrong with its options is the line's fault (*why, but for GEN_RUN). */
 static bool begin(struct scheduler *b, struct task *t, struct error *why)
 {
     struct request *r = t->request;
@@ -233,8 +255,8 @@ static bool begin(struct scheduler *b, struct task *t, struct error *why)
 static bool too_large(const struct scheduler *b, const char *which, int64_t n, struct error *why)
 {
     const struct options *o = b->o.context->options;
-    return fail(why, GEN_RUN, "%s %lld tokens need %zu bytes of cache, more than the %lld allowed: raise --kv-memory%s or "
-                "ask for fewer", which, (long long)n, engine_bytes_for(b->o.engine, n), (long long)o->kv_memory,
+    return fail(why, GEN_RUN, "%s %lld tokens need %zu bytes of cache, more than the %lld allowed: raise --kv-memory%s "
+                "or ask for fewer", which, (long long)n, engine_bytes_for(b->o.engine, n), (long long)o->kv_memory,
                 o->tensor_parallel > 1 ? "" : ", add --kv-offload host");
 }
 
@@ -568,10 +590,11 @@ static bool join(struct scheduler *b, struct task *t, struct error *e)
 static void give_up_youngest(struct scheduler *b)
 {
     struct task *t = b->slots[--b->n_slots];
-    double length = (double)sequence_length(t->sequence);
-    double bytes = length * (double)b->status->kv.bytes_per_token;
+    int64_t length = sequence_length(t->sequence);
+    struct price p = price_of(&b->cost);
+    double bytes = (double)length * (double)b->status->kv.bytes_per_token;
     t->parked = b->o.context->options->kv_offload && t->joined
-             && length * row_seconds(&b->cost) > 2 * bytes / FILE_RATE;
+             && p.row * (double)length + p.see * tokens_seen(0, length) > 2 * bytes / FILE_RATE;
     if (t->parked) {
         sequence_park(t->sequence);
     } else {
@@ -580,7 +603,7 @@ static void give_up_youngest(struct scheduler *b)
         t->joined = false;
     }
     t->fetched = false;
-    t->last = 0;
+    t->waited = true;
     t->state = WAITING;
     b->short_of_pages = true;
     b->status->waiting++;
@@ -622,6 +645,7 @@ static bool admit(struct scheduler *b, struct error *e)
     for (struct task *t = b->first; t && b->status->waiting && b->n_slots < b->o.parallel; t = t->next) {
         if (t->state != WAITING || (*b->o.stop && !t->begun)) continue;
         if (!t->begun && !begin(b, t, &why)) {
+            if (why.code == GEN_RUN) return *e = why, false;
             b->status->waiting--;
             if (!finish(b, t, NULL, &why, e)) return false;
             continue;
@@ -658,21 +682,35 @@ static void add_work(struct scheduler *b, struct task *t, int64_t rows)
     b->owner[b->n_work++] = t;
 }
 
-/* Chooses the rows of the next forward pass. Returns those of prompts. */
-static int compose(struct scheduler *b)
+/* Chooses the rows of the next forward pass: beside those of answers as many of prompts as keep it short. */
+static void compose(struct scheduler *b)
 {
-    int rows = 0;
+    struct price p = price_of(&b->cost);
+    double left = 0, all = p.base;     /* seconds: of a pass for rows of prompts, and with a row of every task */
+    int most = engine_rows(b->o.engine);
     b->n_work = 0;
-    for (int i = 0; i < b->n_slots; i++)
-        if (owed(b, b->slots[i]) == 1) add_work(b, b->slots[i], 1);
-    int left = prompt_rows(b, b->n_work);
-    for (int i = 0; i < b->n_slots && left > rows; i++) {
+    for (int i = 0; i < b->n_slots; i++) {
+        struct task *t = b->slots[i];
+        double row = row_seconds(&p, t->sequence ? sequence_length(t->sequence) : 0);
+        all += row;
+        if (owed(b, t) != 1) continue;
+        left -= row;
+        add_work(b, t, 1);
+    }
+    bool writing = b->n_work > 0;
+    left += STRETCH * all - p.base;
+    most -= b->n_work;
+    for (int i = 0; i < b->n_slots && most > 0; i++) {
         int64_t n = owed(b, b->slots[i]);
         if (n <= 1) continue;
-        add_work(b, b->slots[i], n < left - rows ? n : left - rows);
-        rows += b->work[b->n_work - 1].n;
+        double row = row_seconds(&p, sequence_length(b->slots[i]->sequence));
+        double rows = writing ? left / row : most;
+        if (rows < 1) break;
+        if (n > most) n = most;
+        add_work(b, b->slots[i], n < rows ? n : (int64_t)rows);
+        most -= b->work[b->n_work - 1].n;
+        left -= row * b->work[b->n_work - 1].n;
     }
-    return rows;
 }
 
 static void leave(struct scheduler *b, struct task *t)
@@ -691,8 +729,10 @@ static bool advance(struct scheduler *b, struct task *t, double now, struct erro
     bool ok = answer_step(&t->answer, &t->tokens, &why);
     b->status->generated += (int64_t)(t->answer.index - before);
     if (!t->first) t->first = now;
-    if (t->last && now - t->last > b->status->longest_gap) b->status->longest_gap = now - t->last;
+    double *longest = t->waited ? &b->status->longest_wait : &b->status->longest_gap;
+    if (t->last) *longest = fmax(*longest, now - t->last);
     t->last = now;
+    t->waited = false;
     if (ok && !t->answer.done) return true;
     leave(b, t);
     return ok ? succeed(b, t, e) : finish(b, t, NULL, &why, e);
@@ -724,15 +764,15 @@ static bool has_room(const struct scheduler *b)
 
 /* Chooses the rows of the next pass so that there is memory for them: the youngest tasks make way, and the one that is
  * left takes smaller steps. False: not even one token of it fits. */
-static bool make_room(struct scheduler *b, int *prompts)
+static bool make_room(struct scheduler *b)
 {
-    *prompts = compose(b);
+    compose(b);
     while (b->n_slots > 1 && !has_room(b)) {
         give_up_youngest(b);
-        *prompts = compose(b);
+        compose(b);
     }
     while (b->n_work == 1 && b->work[0].n > 1 && !has_room(b)) {
-        *prompts = b->work[0].n /= 2;
+        b->work[0].n /= 2;
         b->work[0].want = 0;
     }
     return b->n_slots != 1 || b->o.context->options->kv_offload || has_room(b);
@@ -741,8 +781,7 @@ static bool make_room(struct scheduler *b, int *prompts)
 static bool step(struct scheduler *b, struct error *e)
 {
     struct error why;
-    int prompts;
-    if (!make_room(b, &prompts)) {
+    if (!make_room(b)) {
         struct task *t = b->slots[--b->n_slots];
         b->short_of_pages = false;
         too_large(b, "its", (int64_t)t->tokens.len, &why);
@@ -750,7 +789,11 @@ static bool step(struct scheduler *b, struct error *e)
     }
     for (int i = 0; i < b->n_slots; i++) b->slots[i]->fetched = false;
     if (!b->n_work) return true;
-    double start = now_seconds();
+    double start = now_seconds(), rows = 0, seen = 0;
+    for (int i = 0; i < b->n_work; i++) {
+        rows += b->work[i].n;
+        seen += tokens_seen(sequence_length(b->work[i].s), b->work[i].n);
+    }
     if (!engine_forward(b->o.engine, b->work, b->n_work, e)) {
         if (b->n_slots == 1) return false;         /* there was room for one: the disk is full, or a device failed */
         give_up_youngest(b);
@@ -762,7 +805,7 @@ static bool step(struct scheduler *b, struct error *e)
     int n = b->n_work;
     for (int i = 0; i < n; i++)
         if (b->work[i].want && !advance(b, b->owner[i], now, e)) return false;
-    cost_add(&b->cost, prompts + n, now - start);
+    cost_add(&b->cost, rows, seen, now - start);
     histogram_add(&b->steps, now - start);
     return true;
 }
@@ -797,6 +840,7 @@ static void add_ranks(struct scheduler *b)
         s->given_up += o->given_up;
         s->most_pages += o->most_pages;
         s->longest_gap = fmax(s->longest_gap, o->longest_gap);
+        s->longest_wait = fmax(s->longest_wait, o->longest_wait);
     }
 }
 
@@ -881,14 +925,15 @@ static double time_left(const struct batch_status *s)
 static bool describe_json(struct bytes *out, const struct batch_status *s, bool last, struct error *e)
 {
     json_t *object = json_pack(
-        "{s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f, s:I, s:f, s:f, s:i, s:i, s:f, s:I, s:I, "
-        "s:I}", "done", last, "answers", (json_int_t)s->answered, "failed", (json_int_t)s->failed,
+        "{s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:f, s:I, s:f, s:f, s:f, s:i, s:i, s:f, s:I, "
+        "s:I, s:I}", "done", last, "answers", (json_int_t)s->answered, "failed", (json_int_t)s->failed,
         "unanswered", (json_int_t)s->unanswered,
         "known", (json_int_t)s->known, "running", (json_int_t)s->running, "waiting", (json_int_t)s->waiting,
         "seconds", json_ms(s->seconds) / 1e3, "prompt_tokens", (json_int_t)s->prompt_tokens,
         "prefilled_tokens", (json_int_t)s->prefilled, "repeated_tokens", (json_int_t)s->repeated,
         "completion_tokens", (json_int_t)s->generated, "tokens_per_s", json_ms(rate(s)) / 1e3,
         "given_up", (json_int_t)s->given_up, "longest_gap_ms", json_ms(s->longest_gap),
+        "longest_wait_ms", json_ms(s->longest_wait),
         "median_step_ms", json_ms(s->median_step), "pages", s->kv.pages, "most_pages", s->most_pages, "waste", s->waste,
         "bytes_shared", (json_int_t)s->shared, "bytes_out", (json_int_t)s->kv.bytes_out,
         "bytes_in", (json_int_t)s->kv.bytes_in);
@@ -913,8 +958,9 @@ bool batch_describe(struct bytes *out, const struct batch_status *s, bool json, 
                                 "of their places unused", (long long)s->prompt_tokens, (long long)s->prefilled,
                                 (long long)s->generated, s->seconds, s->longest_gap * 1e3, s->median_step * 1e3,
                                 s->most_pages, (double)s->shared / 1e6, s->waste * 100);
-        if (s->given_up) ok = ok && bytes_printf(out, "; %lld times a sequence gave its pages up, %lld rows computed "
-                                                 "again", (long long)s->given_up, (long long)s->repeated);
+        if (s->given_up) ok = ok && bytes_printf(out, "; %lld times a sequence gave its pages up, for %.1f ms at most, "
+                                                 "%lld rows computed again", (long long)s->given_up,
+                                                 s->longest_wait * 1e3, (long long)s->repeated);
         if (s->kv.bytes_out) ok = ok && bytes_printf(out, "; %.1f MB of pages moved away, %.1f MB back",
                                                      (double)s->kv.bytes_out / 1e6, (double)s->kv.bytes_in / 1e6);
     }

@@ -22,7 +22,9 @@ struct batch_status {
     int64_t given_up;                  /* times that a sequence had to */
     double seconds;
     double share;                      /* of the input read, 0 to 1; negative = unknown */
-    double longest_gap, median_step;   /* seconds between two tokens of a sequence, and of all steps */
+    double longest_gap, median_step;   /* seconds between two tokens of a running sequence, all that happens there
+                                        * included, and of all forward passes */
+    double longest_wait;               /* the same of a sequence whose pages were given up in between */
     struct kv_usage kv;
     int most_pages;                    /* in use at once */
     size_t shared;                     /* bytes of pages that sharing saved, at most at once */

@@ -183,12 +183,16 @@ static void tell_statistics(const struct session *s, const struct reply *r, size
     double read = r->read - r->begun, write = r->done - r->read;
     bool dim = s->in->color && isatty(STDERR_FILENO);
     if (dim) fputs("\033[2m", stderr);
-    char of[32] = "";                  /* with --window the text has no bound */
-    if (!s->options->window) snprintf(of, sizeof of, " of %lld", (long long)s->in->ctx);
-    say("%sprompt %zu tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, context %zu%s%s",
+    char of[32] = "";                  /* with --window the text has no bound; else, once it is full, it slides */
+    int64_t held = (int64_t)s->tokens.len;
+    if (!s->options->window) {
+        snprintf(of, sizeof of, " of %lld", (long long)s->in->ctx);
+        if (held > s->in->ctx) held = s->in->ctx;
+    }
+    say("%sprompt %zu tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, context %lld%s%s",
         dim ? "" : "gen: ", n_prompt, (long long)r->reused,
         (double)((int64_t)n_prompt - r->reused) / (read > 0 ? read : 1e-9), s->tokens.len - n_prompt,
-        (double)steps / (write > 0 ? write : 1e-9), s->tokens.len, of, r->finish_reason ? "" : "; stopped");
+        (double)steps / (write > 0 ? write : 1e-9), (long long)held, of, r->finish_reason ? "" : "; stopped");
     if (dim) fputs(color_none, stderr);
 }
 
@@ -505,8 +509,8 @@ static bool command_tokens(struct session *s, const char *arg, struct error *e)
     const int32_t *ids = sequence_tokens(s->sequence);
     struct bytes line = { 0 };
     bool ok = true;
-    say("%zu of %lld tokens of context are in use; /tokens N shows the last N.", held,
-        (long long)s->in->ctx);
+    say("%lld of %lld tokens of context are in use; /tokens N shows the last N.",
+        (long long)held - (long long)sequence_evicted(s->sequence), (long long)s->in->ctx);
     for (size_t i = n < held ? held - n : 0; ok && i < held; i++) {
         struct gguf_str text = tokenizer_piece(s->in->tokenizer, ids[i], true);
         line.len = 0;
@@ -523,7 +527,7 @@ static bool command_kv(struct session *s, const char *arg, struct error *e)
     enum { WIDE = 64 };
     const struct options *o = s->options;
     struct kv_usage kv = engine_kv_usage(s->in->engine);
-    double used = (double)kv.bytes_used, reserved = (double)kv.bytes_reserved;
+    double used = (double)(kv.bytes_used - kv.bytes_slow), reserved = (double)kv.bytes_reserved;
     char picture[WIDE + 1] = "";
     (void)arg;
     (void)e;

@@ -33,6 +33,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -393,8 +394,8 @@ static bool choose_context(struct program *p, int64_t asked, int64_t *ctx, struc
     *ctx = asked;
     if (!engine_estimate(m, &eo, &need, e)) return false;
     if (need.bytes_reserved > available && budget && eo.overcommit)
-        note(p, "a context of %lld tokens needs %s for its cache, but there are only the %s %s: lines that need more get "
-                "an error", (long long)asked, human_bytes((double)need.bytes_reserved, b), a, whose);
+        note(p, "a context of %lld tokens needs %s for its cache, but there are only the %s %s: lines that need more "
+                "get an error", (long long)asked, human_bytes((double)need.bytes_reserved, b), a, whose);
     else if (need.bytes_reserved > available)
         return fail(e, GEN_RUN, "a context of %lld tokens needs %zu bytes (%s) for its cache, more than the %s %s: "
                                 "lower --ctx-size or choose smaller types with -ctk and -ctv", (long long)asked,
@@ -730,8 +731,8 @@ static void print_summary(const struct program *p)
     double prefill = (double)(read - r->cached_tokens) / (r->prefill_s > 0 ? r->prefill_s : 1e-9);
     double speed = (double)p->steps / (r->decode_s > 0 ? r->decode_s : 1e-9);
     note(p, "prompt %lld tokens (%lld cached) at %.1f t/s, generated %zu tokens at %.1f t/s, KV cache %s of %s",
-         (long long)read, (long long)r->cached_tokens, prefill, generated, speed, human_bytes((double)kv.bytes_used, a),
-         human_bytes((double)kv.bytes_reserved, b));
+         (long long)read, (long long)r->cached_tokens, prefill, generated, speed,
+         human_bytes((double)(kv.bytes_used - kv.bytes_slow), a), human_bytes((double)kv.bytes_reserved, b));
     if (p->o.verbose && kv.bytes_used)
         note(p, "%d pages, %.1f %% of their bytes without a token yet", kv.pages,
              100 * (double)kv.bytes_unfilled / (double)kv.bytes_used);
@@ -1165,6 +1166,16 @@ static void on_lost_page(int number)
     _exit(GEN_MODEL);
 }
 
+/* Less than this the kernels' tables do not fit on. */
+static bool enough_stack(struct error *e)
+{
+    enum { NEEDED = 128 << 10 };
+    struct rlimit r;
+    if (getrlimit(RLIMIT_STACK, &r) != 0 || r.rlim_cur >= NEEDED) return true;
+    return fail(e, GEN_RUN, "the stack is limited to %llu kB, but gen needs %d: ulimit -s %d",
+                (unsigned long long)r.rlim_cur >> 10, NEEDED >> 10, NEEDED >> 10);
+}
+
 int main(int argc, char **argv)
 {
     struct program p = { .begun = now_seconds() };
@@ -1174,7 +1185,7 @@ int main(int argc, char **argv)
     signal(SIGXFSZ, SIG_IGN);          /* a write past the limit of file sizes fails with EFBIG */
     signal(SIGBUS, on_lost_page);
     output_until(&stop_now);
-    bool ok = options_parse(&p.o, argc, argv, &e);
+    bool ok = enough_stack(&e) && options_parse(&p.o, argc, argv, &e);
     bar.wanted = ok && !p.o.quiet && isatty(STDERR_FILENO);
     ok = ok && join_ranks(&p, &e) && (comm_rank(p.comm) && !p.o.data_parallel ? run_follower : tasks[p.o.mode])(&p, &e);
     if (bar.shown) fputs("\r\033[K", stderr);

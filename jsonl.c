@@ -302,11 +302,12 @@ bool request_make(struct request **out, const struct request_context *c, const s
     memcpy(r->hash, line->hash, sizeof r->hash);
     bool ok = !c->keep || !line->data || bytes_add(&r->line, line->data, line->len)
            || fail(e, GEN_RUN, "cannot allocate memory for a line");
-    if (!ok || !options_copy(&r->o, c->options, e)) {
+    ok = ok && options_copy(&r->o, c->options, e);
+    if (!ok || (!read_line(r, c, line, &r->error) && r->error.code == GEN_RUN)) {
+        if (ok) *e = r->error;
         request_close(r);
         *out = NULL;
         return false;
     }
-    read_line(r, c, line, &r->error);
     return true;
 }

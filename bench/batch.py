@@ -1,19 +1,23 @@
 #!/usr/bin/env python3
 """Measures gen --batch: 64 prompts of mixed length, 128 tokens each, beside llama.cpp's llama-batched-bench at the same
-mean length, and beside gen one prompt at a time; then with a tenth of the memory that the caches need, the rest in a file;
-then with 1,000 tokens that all prompts begin with.
+mean length, beside the slots of its llama-server with the same prompts, and beside gen one prompt at a time; then with a
+tenth of the memory that the caches need, the rest in a file; then with 1,000 tokens that all prompts begin with.
 
-  batch.py --model FILE --text FILE [--gen ./gen] [--peer DIR] [--lines 64] [--parts mixed,tier,peer,shared]
+  batch.py --model FILE --text FILE [--gen ./gen] [--peer DIR] [--lines 64] [--parts mixed,tier,peer,server,shared]
 
 llama-batched-bench computes its prompts and tokens in step, without sampling and without anything to read or write; it
 is run with flash attention on and off, and its best counts. All times are without the loading of the model."""
 import argparse
+import concurrent.futures
 import json
 import pathlib
 import random
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -56,6 +60,39 @@ def peer(o, length, parallel):
     return best
 
 
+def server(o, lines):
+    """Seconds that llama-server takes for these lines when as many are asked for at once as it has slots."""
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    n, address = int(o.parallel), f"http://127.0.0.1:{port}"
+    longest = max(len(line["prompt"]) for line in lines)
+    run = subprocess.Popen([f"{o.peer}/build/bin/llama-server", "-m", o.model, "-np", str(n), "-t", "2", "--port", str(port),
+                            "-c", str(n * (longest // 2 + o.tokens))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def ask(line):
+        body = {"prompt": line["prompt"], "n_predict": o.tokens, "ignore_eos": True, "temperature": 0}
+        words = urllib.request.Request(f"{address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(words))["tokens_predicted"]
+
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{address}/health")
+                break
+            except OSError:             # it does not listen yet, or loads the model
+                time.sleep(0.1)
+        begun = time.monotonic()
+        with concurrent.futures.ThreadPoolExecutor(n) as pool:
+            made = list(pool.map(ask, lines))
+        seconds = time.monotonic() - begun
+    finally:
+        run.terminate()
+        run.wait()
+    if set(made) != {o.tokens}:
+        sys.exit(f"llama-server made {sorted(set(made))} tokens of {o.tokens}")
+    return seconds
+
+
 def row(name, seconds, base, o, note=""):
     print(f"| {name} | {seconds:.1f} s | {o.lines * o.tokens / seconds:.0f} | {base / seconds:.1f} | {note} |", flush=True)
 
@@ -76,12 +113,12 @@ def main():
     p.add_argument("--parallel", default="16")
     p.add_argument("--peer-parallel", default="16")
     p.add_argument("--budget", default="9M", help="memory for the caches in the part `tier`")
-    p.add_argument("--parts", default="mixed,tier,peer,shared")
+    p.add_argument("--parts", default="mixed,tier,peer,server,shared")
     o = p.parse_args()
     text = pathlib.Path(o.text).read_text()
     parts = o.parts.split(",")
     print("| | time | tokens/s | times | |\n|---|---|---|---|---|")
-    if {"mixed", "tier", "peer"} & set(parts):
+    if {"mixed", "tier", "peer", "server"} & set(parts):
         lines = list(prompts(text, o.lines))
         s = gen(o, lines, "-np", o.parallel)
         length = round(s["prompt_tokens"] / o.lines)
@@ -96,6 +133,8 @@ def main():
                 "sequence gave its pages up")
         for n in o.peer_parallel.split(",") if "peer" in parts else []:
             row(f"llama.cpp, {n} x {length} tokens", peer(o, length, int(n)), s["seconds"], o)
+        if "server" in parts:
+            row(f"llama-server, {o.parallel} slots", server(o, lines), s["seconds"], o)
     if "shared" in parts:
         lines = list(prompts(text, o.lines, text[:4500]))
         s = gen(o, lines, "-np", o.parallel)

@@ -3,7 +3,7 @@
 # processor at hand. Does nothing when they are there. PYTHON names a Python with pip, JOBS how many compilers run.
 set -e
 version=0.3.36
-tools='llama-bench llama-batched-bench llama-completion llama-perplexity llama-quantize'
+tools='llama-bench llama-batched-bench llama-completion llama-perplexity llama-quantize llama-server'
 dir=$1
 PYTHON=${PYTHON:-python3}
 
@@ -29,6 +29,7 @@ tar -xzf "$package" -C "$dir/source" --strip-components=3 "llama_cpp_python-$ver
 echo "llama.cpp: building in $dir/build (log: $dir/build.log)" >&2
 {
     cmake -S "$dir/source" -B "$dir/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
-        -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
+        -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF \
+        -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=ON
     cmake --build "$dir/build" -j "${JOBS:-$(nproc)}" --target $tools
 } >"$dir/build.log" 2>&1 || { tail -n 5 "$dir/build.log" >&2; exit 1; }

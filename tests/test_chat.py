@@ -322,14 +322,14 @@ def test_full_context(gen, rand, kind):
     text, turns, err = chat(gen, rand, *said, args=[*args, *sys, "-c", "256"])
     head = len(ids(gen, rand, *sys, "x")) - len("x") - 1 - len("\nassistant\n") - 1
     sinks = int(re.search(r"context of 256 tokens is full.* first (\d+) with", err)[1])
-    assert err.count("is full") == 1 and sinks == head and turns[-1][3] > 256
+    assert err.count("is full") == 1 and sinks == head and turns[-1][0] + turns[-1][2] > 256 == turns[-1][3]
     assert int(re.search(r"(\d+) tokens are evicted", err)[1]) > 0
     assert all(turn[1] > 100 for turn in turns[2:])            # no turn begins anew
     # every reply with the window from the start: the same bits
     windowed, _, _ = chat(gen, rand, *said, args=[*args, *sys, "-c", "256", "--window", 256 - sinks, "--sinks", sinks])
     assert text == windowed
     roomy, _, _ = chat(gen, rand, *said, args=[*args, *sys, "-c", "2048"])
-    n = sum(turn[3] <= 256 for turn in turns)
+    n = sum(turn[0] + turn[2] <= 256 for turn in turns)
     assert 1 <= n and roomy[:40 * n] == text[:40 * n] and roomy != text
 
 

@@ -91,7 +91,7 @@ def test_window_that_cannot_be(gen, mkfix):
 @pytest.mark.parametrize("depth", [60, 2000])
 def test_nested_json_on_a_small_stack(gen, mkfix, tmp_path, depth):
     def run(*args, stdin):
-        limit = lambda: conftest.SANITIZED or resource.setrlimit(resource.RLIMIT_STACK, (1 << 16, 1 << 16))
+        limit = lambda: conftest.SANITIZED or resource.setrlimit(resource.RLIMIT_STACK, (1 << 17, 1 << 17))
         return subprocess.run([gen.path, "-q", "-t", "1", "-m", mkfix("rand"), "-n", "1", "-s", "1", *args], input=stdin,
                               capture_output=True, text=True, preexec_fn=limit)
     deep = "[" * depth + "]" * depth
@@ -100,6 +100,23 @@ def test_nested_json_on_a_small_stack(gen, mkfix, tmp_path, depth):
     assert (talk.returncode, lines.returncode) == (2 if depth > 64 else 0, 1), talk.stderr + lines.stderr
     assert ("level more than 64" in talk.stderr) == ("level more than 64" in lines.stdout) == (depth > 64)
     assert lines.stdout.count("response") == lines.stdout.count("error") == 1
+
+
+@pytest.mark.skipif(conftest.SANITIZED, reason="a sanitizer's frames are larger")
+@pytest.mark.parametrize("kilobytes", [32, 64, 127, 128])
+def test_small_stacks(gen, mkfix, tmp_path, kilobytes):
+    """A sentence, or all works."""
+    text = tmp_path / "text"
+    text.write_text("abc " * 100)
+    for task in (["-p", "a", "-n", "2", "-ctk", "int4", "-ctv", "int4"], ["--batch", "-"], ["--chat", "--chat-template", "chatml"],
+                 ["--kv-report", "-f", text, "-c", "64"], ["--perplexity", text, "-c", "64"], ["--help"]):
+        r = subprocess.run([gen.path, "-q", "-m", mkfix("rand"), *task], input='{"prompt": "a"}\n', capture_output=True,
+                           text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (kilobytes << 10,) * 2))
+        if kilobytes < 128:
+            assert r.returncode == 1 and r.stdout == "" and r.stderr.count("\n") == 1, (task, r.stderr)
+            assert f"limited to {kilobytes} kB, but gen needs 128" in r.stderr
+        else:
+            assert r.returncode == 0, (task, r.stderr)
 
 
 # ---- memory that runs out

@@ -9,6 +9,11 @@ CACHE = 70_000                          # bytes: less than the text below needs,
 COMMON = ["--json", "-s", "1", "--temp", "0", "--ignore-eos", "-n", "120", "-c", "512", "-p", "abc " * 60]
 
 
+def size_of(text):
+    number, unit = text.split()
+    return float(number) * {"bytes": 1, "B": 1, "kB": 1e3, "MB": 1e6}[unit]
+
+
 @pytest.fixture(scope="module")
 def model(mkfix):
     return mkfix("rand", "--arch", "llama", "--layers", 4)
@@ -21,6 +26,8 @@ def test_the_same_bits_beyond_memory(gen, model, tmp_path, more):
     for size in (1, CACHE):
         r = gen.ok("-m", model, *COMMON, *more, "--kv-memory", str(size), "--kv-offload", tmp_path)
         part, told = json.loads(r.text), re.search(r"([\d.]+) (kB|MB) of the cache lie in the file of --kv-offload", r.err)
+        fast, of = re.search(r"KV cache (.*) of (.*)\n", r.err).groups()
+        assert size_of(fast) <= size_of(of), r.err
         assert told and float(told[1]) > 0, r.err
         assert part["logits_sha256"] == whole["logits_sha256"] and part["text"] == whole["text"]
         assert part["kv"]["bytes_reserved"] <= CACHE < whole["kv"]["bytes_reserved"]
