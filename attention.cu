@@ -6,9 +6,10 @@
  * of one word onto each other leaves one token's score in each lane. For the values a lane owns a few channels and adds
  * up all tokens. So keys and values are read once for all query heads of a KV head, and only unpacked in registers.
  *
- * Eight query heads or more of one KV head would keep the multiprocessor's arithmetic busier than its memory. Where the
- * cache is f16 they are multiplied by the tensor cores, with queries and weights as sums of two halves, so that nothing
- * is lost but the order of the sums.
+ * Prompts, and five query heads or more of one KV head, would keep the multiprocessor's arithmetic busier than its
+ * memory. They are multiplied by the tensor cores, with queries and weights as sums of two halves; codes of a cache are
+ * halves (or bfloat16) by themselves, and their scales are factors of the weights and of the scores. So nothing is lost
+ * but the order of the sums. Only a cache of f32 is left to the other arithmetic.
  *
  * Which of its 32 tokens a query sees is a range of token numbers; what a tile is made of (raw or sealed, and of which
  * type) is the same for a whole warp, so one kernel serves every pair of types.
@@ -23,7 +24,9 @@
  *     decode<4, *>        168        256
  *     decode<8, *>        255        256
  *     decode<16, *>       255        256
- *     prefill<*>          255        1024
+ *     prefill<*, false>   255        1024
+ *     prefill<256, true>  255        1024
+ *     prefill<*, true>    168        1024
  *     append, seal        64         0
  *     mass                168        0
  *     compact             64         0
@@ -33,7 +36,7 @@
 
 extern __shared__ unsigned char smem[];
 
-enum { DECODE_WARPS = 4, PREFILL_WARPS = 8, PREFILL_EACH = PREFILL_QUERIES / PREFILL_WARPS, STAGES = 2 };
+enum { DECODE_WARPS = 4, STAGES = 2 };
 
 /* ---- where tiles are --------------------------------------------------------------------------------------------- */
 
@@ -88,10 +91,19 @@ static __device__ inline blocks blocks_of(const kv_sequence &s, int pos, int las
 }
 static __device__ inline int block_number(const blocks &b, int i) { return i < b.sinks ? i : b.first + i - b.sinks; }
 
-/* Where byte `at` of a tile of f16 lies in a stage for the tensor cores: the same 16 bytes of eight neighbouring rows are
- * at eight different places modulo 128, and so in different banks. A row of keys has 64 bytes, one of values `row`. */
-static __device__ inline int key_place(int at) { return at ^ (at >> 3 & 0x30); }
-static __device__ inline int value_place(int at, int row) { return at ^ (at / row & 7) << 4; }
+/* Bytes of a row of codes: of a channel's 32 keys, of a token's values. */
+static __device__ inline int key_row(kv_type t) { return t >= KV_FP8 ? t == KV_INT4 ? 16 : 32 : 64; }
+static __device__ inline int value_row(kv_type t, int head) { return t >= KV_FP8 ? head : 2 * head; }
+
+/* Where 16 bytes of a tile's codes lie in a stage for the tensor cores: those of eight neighbouring rows at eight
+ * different places modulo 128, and so in different banks. Rows whose length is no power of two lie as they are. */
+struct places { int shift, mask; };
+static __device__ inline places places_of(int row)
+{
+    places none = { 0, 0 }, wide = { 31 - __clz(row), 0x70 }, narrow = { 7, row - 16 };
+    return row & (row - 1) ? none : row >= 128 ? wide : narrow;
+}
+static __device__ inline int place(int at, places p) { return at ^ (at >> p.shift << 4 & p.mask); }
 
 /* Starts to copy a tile's keys and values into the stage, by `n` threads of which this is number `thread`. */
 template <bool TENSOR>
@@ -100,11 +112,14 @@ static __device__ inline void fetch(const attention &a, int head, int pos, int b
 {
     const kv_store &s = is_raw(a, pos, block) ? a.raw : a.main;
     const unsigned char *k = keys_at(s, a.layer, head, page, block), *v = values_at(s, a.layer, head, page, block);
+    const places kp = places_of(key_row(s.type_k)), vp = places_of(value_row(s.type_v, a.head_v));
+    int k_front = (int)(kv_step_bytes(s.type_k, a.head_k, true) + kv_scale_bytes(s.type_k, a.head_k, true));
+    int v_front = (int)kv_scale_bytes(s.type_v, a.head_v, false);
     for (int i = thread * 16; i < s.k_tile; i += n * 16)
-        __pipeline_memcpy_async(stage + (TENSOR ? key_place(i) : i), k + i, 16);
+        __pipeline_memcpy_async(stage + (TENSOR && i >= k_front ? k_front + place(i - k_front, kp) : i), k + i, 16);
     stage += k_room;
     for (int i = thread * 16; i < s.v_tile; i += n * 16)
-        __pipeline_memcpy_async(stage + (TENSOR ? value_place(i, 2 * a.head_v) : i), v + i, 16);
+        __pipeline_memcpy_async(stage + (TENSOR && i >= v_front ? v_front + place(i - v_front, vp) : i), v + i, 16);
 }
 
 /* Room for the larger of a raw and a sealed tile. */
@@ -118,6 +133,22 @@ static __host__ __device__ inline int v_room(const attention &a)
 }
 
 /* ---- codes ------------------------------------------------------------------------------------------------------- */
+
+/* A word of codes as halves, exactly and without their scale: bytes 0 and 2, and bytes 1 and 3; of int4 their low
+ * nibbles. fp8: 1/256 of the value, the scale makes up for it. */
+template <int T> static __device__ inline void halves(uint32_t w, uint32_t *even, uint32_t *odd)
+{
+    if (T == KV_FP8) {
+        uint32_t x = w << 8 & 0xff00ff00u, y = w & 0xff00ff00u;
+        *even = (x & 0x80008000u) | (x & 0x7f007f00u) >> 1;
+        *odd = (y & 0x80008000u) | (y & 0x7f007f00u) >> 1;
+        return;
+    }
+    uint32_t zero = T == KV_INT4 ? 0x64086408u : 0x64806480u;          /* 1024 + 8, 1024 + 128 */
+    uint32_t x = T == KV_INT4 ? (w ^ 0x88888888u) & 0x0f0f0f0fu : w ^ 0x80808080u;
+    *even = minus_halves(__byte_perm(x, 0x64646464u, 0x4240), zero);
+    *odd = minus_halves(__byte_perm(x, 0x64646464u, 0x4341), zero);
+}
 
 /* A word of codes as floats, without their scale: N neighbouring tokens of a channel (keys), or N channels of a token
  * (values; of int4 the last four are those of the token 16 further on). */
@@ -137,13 +168,12 @@ template <> struct code<KV_BF16> {
         f[0] = __uint_as_float(w << 16), f[1] = __uint_as_float(w & 0xffff0000u);
     }
 };
-template <> struct code<KV_FP8> {      /* 1/256 of the value: the scale makes up for it */
+template <> struct code<KV_FP8> {
     enum { N = 4 };
     static __device__ inline void get(uint32_t w, float f[4])
     {
-        uint32_t even = w << 8 & 0xff00ff00u, odd = w & 0xff00ff00u;
-        even = (even & 0x80008000u) | (even & 0x7f007f00u) >> 1;
-        odd = (odd & 0x80008000u) | (odd & 0x7f007f00u) >> 1;
+        uint32_t even, odd;
+        halves<KV_FP8>(w, &even, &odd);
         f[0] = low_half(even), f[1] = low_half(odd), f[2] = high_half(even), f[3] = high_half(odd);
     }
 };
@@ -372,14 +402,14 @@ template <int G, int HV> static __device__ inline void start(state<G, HV> &s)
  * sees. p: [32][G], this warp's own. */
 template <int G, int HV>
 static __device__ inline void step(const attention &a, const kv_store &types, const unsigned char *stage, int block,
-                                   const float *q, int q_stride, const int *first, const int *last, int t0, int t1,
-                                   float *p, state<G, HV> &s)
+                                   const float *q, const int *first, const int *last, int t0, int t1, float *p,
+                                   state<G, HV> &s)
 {
     constexpr int AT_ONCE = G > 8 || (G == 8 && HV > 128) ? 4 : G;     /* scores that are in registers together */
     UNROLL
     for (int g0 = 0; g0 < G; g0 += AT_ONCE) {
         float x[AT_ONCE], keep[AT_ONCE];
-        int t = scores<AT_ONCE>(types.type_k, stage, a.head_k, q + g0, q_stride, x), token = block * KV_BLOCK + t;
+        int t = scores<AT_ONCE>(types.type_k, stage, a.head_k, q + g0, G, x), token = block * KV_BLOCK + t;
         UNROLL
         for (int i = 0; i < AT_ONCE; i++) {
             int g = g0 + i;
@@ -403,7 +433,7 @@ static __device__ inline void step(const attention &a, const kv_store &types, co
 
 /* Writes the warp's part where parts meet, [G][stride]: maximum, sum, values. */
 template <int G, int HV>
-static __device__ inline void put_part(const state<G, HV> &s, float *to, size_t stride, int head_v)
+static __device__ inline void put_part(const attention &a, const state<G, HV> &s, float *to, size_t stride)
 {
     int lane = threadIdx.x % WARP;
     UNROLL
@@ -415,7 +445,7 @@ static __device__ inline void put_part(const state<G, HV> &s, float *to, size_t 
             UNROLL
             for (int i = 0; i < channels<HV>::EACH; i++) {
                 int d = j * 128 + lane * channels<HV>::EACH + i;
-                if (d < head_v) to[2 + d] = s.o[g][j * channels<HV>::EACH + i];
+                if (d < a.head_v) to[2 + d] = s.o[g][j * channels<HV>::EACH + i];
             }
     }
 }
@@ -427,110 +457,310 @@ static __device__ inline void put_column(float *q, int stride, int g, const floa
     __syncwarp();
 }
 
-/* ---- the same with tensor cores: 8 or 16 queries, a cache of f16 ------------------------------------------------- */
+/* ---- the same with tensor cores: 8 or 16 queries, a cache of anything but f32 ------------------------------------ */
 
-/* A lane has query lane / 4 and, of 16, that one's neighbour 8 further on; of values the channels 8n + lane % 4 * 2 and
- * the next one. l is this lane's part of the sum. */
-template <int G, int HV> struct tensor_state { float m[G / 8], l[G / 8], o[HV / 8][G / 4]; };
+/* A lane has query lane / 4 and, of 16, that one's neighbour 8 further on; of a product's columns those of lane % 4 * 2
+ * and the next one. Columns of scores are tokens, of outputs channels: score_token and output_channel say which. l is
+ * this lane's part of the sum. o is in 2^-15 units: the weights that make it up are multiplied by 2^15 / unit, so that
+ * they keep their bits as halves; unit is a power of two, and more than 1 only where the values' scales are. */
+template <int G, int HV> struct tensor_state { float m[G / 8], l[G / 8], unit, o[HV / 8][G / 4]; };
 
 template <int G, int HV> static __device__ inline void start(tensor_state<G, HV> &s)
 {
     UNROLL
     for (int r = 0; r < G / 8; r++) s.m[r] = -INFINITY, s.l[r] = 0;
+    s.unit = 1;
     UNROLL
     for (int n = 0; n < HV / 8; n++)
         UNROLL
         for (int i = 0; i < G / 4; i++) s.o[n][i] = 0;
 }
 
-/* x = high + low, each a half, up to 2^-22 of it. */
-static __device__ inline void split(float x, uint32_t *high, uint32_t *low)
-{
-    *high = float_to_half(x);
-    *low = float_to_half(x - half_to_float((uint16_t)*high));
-}
+/* The token of 16 in column i of their scores. Bytes come from shared memory in pairs, of which each half makes up
+ * eight columns (`pairs`: the keys are of a type of 8 or 4 bits). */
+static __device__ inline int score_token(bool pairs, int i) { return pairs ? i % 8 * 2 + i / 8 : i; }
+/* The same of channels, where the cache's values are such a type. */
+static __device__ inline int output_channel(bool pairs, int i) { return score_token(pairs, i); }
+
+/* x = high + low, each a half: up to 2^-22 of it; or a bfloat16: up to 2^-17. */
+template <bool BF16>
 static __device__ inline void split_pair(float x, float y, uint32_t *high, uint32_t *low)
 {
-    uint32_t h[2], l[2];
-    split(x, &h[0], &l[0]);
-    split(y, &h[1], &l[1]);
-    *high = h[0] | h[1] << 16;
-    *low = l[0] | l[1] << 16;
+    uint32_t h = BF16 ? pair_bf16(x, y) : pair_halves(x, y);
+    float a = BF16 ? bf16_to_float(h & 0xffff) : low_half(h), b = BF16 ? bf16_to_float(h >> 16) : high_half(h);
+    *high = h;
+    *low = BF16 ? pair_bf16(x - a, y - b) : pair_halves(x - a, y - b);
 }
 
-/* Query g's channels as the lanes want them: [n / 16][high, low][lane][G / 4] words of two halves. */
-template <int G> static __device__ inline void put_fragments(float *q, int g, const float *x, int n)
+/* Query g's channels as the lanes want them: [n / 16][high, low][lane][G / 4] words of two numbers. */
+template <int G, bool BF16> static __device__ inline void put_fragments(float *q, int g, const float *x, int n)
 {
-    uint16_t *to = (uint16_t *)q;
-    for (int d = threadIdx.x % WARP; d < n; d += WARP) {
+    uint32_t *to = (uint32_t *)q;
+    for (int d = threadIdx.x % WARP * 2; d < n; d += 2 * WARP) {
         int k = d % 16, lane = g % 8 * 4 + k % 8 / 2, word = k / 8 * (G / 8) + g / 8;
-        int at = ((d / 16 * 2 * WARP + lane) * (G / 4) + word) * 2 + k % 2;
-        uint32_t high, low;
-        split(x[d], &high, &low);
-        to[at] = (uint16_t)high;
-        to[at + WARP * (G / 4) * 2] = (uint16_t)low;
+        int at = (d / 16 * 2 * WARP + lane) * (G / 4) + word;
+        split_pair<BF16>(x[d], x[d + 1], &to[at], &to[at + WARP * (G / 4)]);
     }
     __syncwarp();
 }
 
 /* d[G][8] += (high + low)[G][16] b[16][8]; of 8 queries the other half of the fragments is zero. */
-template <int G>
+template <int G, bool BF16>
 static __device__ inline void multiply_add(float d[G / 4], const uint32_t high[G / 4], const uint32_t low[G / 4],
                                            const uint32_t b[2])
 {
-    if (G == 16) {
-        mma_f16(d, high, b);
-        mma_f16(d, low, b);
-    } else {
+    if (G == 8) {
         float all[4] = { d[0], d[1], 0, 0 };
         uint32_t h[4] = { high[0], 0, high[1], 0 }, l[4] = { low[0], 0, low[1], 0 };
-        mma_f16(all, h, b);
-        mma_f16(all, l, b);
+        BF16 ? mma_bf16(all, h, b) : mma_f16(all, h, b);
+        BF16 ? mma_bf16(all, l, b) : mma_f16(all, l, b);
         d[0] = all[0], d[1] = all[1];
+    } else {
+        BF16 ? mma_bf16(d, high, b) : mma_f16(d, high, b);
+        BF16 ? mma_bf16(d, low, b) : mma_f16(d, low, b);
     }
 }
 
-/* As above, where all queries see the same tokens. */
-template <int G, int HV>
-static __device__ inline void step(const attention &a, const kv_store &, unsigned char *stage, int block,
-                                   const float *q, int, const int *first, const int *last, int t0, int t1, float *,
-                                   tensor_state<G, HV> &s)
+/* Two small scales that lie side by side, as halves. */
+static __device__ inline uint32_t small_scales(const unsigned char *s, int a, int b)
+{
+    return pair_halves(kv_small_scale(s[a]), kv_small_scale(s[b]));
+}
+
+/* The codes of 16 channels from d on as right factors: column i of b[j] is token 16 * (j / 2) + score_token(8 * (j % 2)
+ * + i). */
+template <int T> static __device__ inline void key_factors(const unsigned char *codes, int d, uint32_t b[4][2])
+{
+    int lane = threadIdx.x % WARP, row = key_row((kv_type)T);
+    const int at = (d + lane % 16) * row;
+    const places p = places_of(row);
+    if (T == KV_INT4) {
+        uint32_t r[2];
+        ldmatrix_x2_trans(r, codes + at);
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            halves<T>(r[i], &b[0][i], &b[1][i]);
+            halves<T>(r[i] >> 4, &b[2][i], &b[3][i]);
+        }
+    } else if (T >= KV_FP8) {
+        uint32_t r[4];
+        ldmatrix_x4_trans(r, codes + place(at + lane / 16 * 16, p));
+        UNROLL
+        for (int i = 0; i < 4; i++) halves<T>(r[i], &b[i / 2 * 2][i % 2], &b[i / 2 * 2 + 1][i % 2]);
+    } else
+        UNROLL
+        for (int j = 0; j < 2; j++) ldmatrix_x4_trans(b[2 * j], codes + place(at + 32 * j + lane / 16 * 16, p));
+}
+
+/* x[j][2r + i]: score of this lane's query r with the token of column i of key_factors' b[j]. */
+template <int T, int G>
+static __device__ inline void tensor_scores_of(const unsigned char *tile, int head_k, const float *q, float x[4][G / 4])
 {
     constexpr int WORDS = G / 4;
-    int lane = threadIdx.x % WARP, row = lane % 16, column = lane / 16 * 16;   /* what the lane gives to ldmatrix */
-    unsigned char *v = stage + k_room(a);
-    if (t0 > 0 || t1 < KV_BLOCK) {     /* tokens not seen may hold anything, also what times zero is not zero */
-        for (int i = lane; i < KV_BLOCK * HV / 8; i += WARP)
-            if (i / (HV / 8) < t0 || i / (HV / 8) >= t1) ((uint4 *)v)[i] = make_uint4(0, 0, 0, 0);
-        __syncwarp();
-    }
-    float x[4][WORDS];                 /* scores of tokens 8j + lane % 4 * 2 and the next one */
+    constexpr bool BF16 = T == KV_BF16, by_token = T >= KV_FP8 && T != KV_INT4, by_channel = T == KV_INT4;
+    int lane = threadIdx.x % WARP, pair = lane % 4 * 2;
+    const unsigned char *steps = tile + 2 * head_k, *scales = tile + kv_step_bytes((kv_type)T, head_k, true);
+    const unsigned char *codes = scales + kv_scale_bytes((kv_type)T, head_k, true);
+    int n_blocks = by_token ? kv_blocks((kv_type)T, head_k, true) : 1;
+    float zero[WORDS];                 /* int4: what the channels' zeros add up to, for every token */
     UNROLL
-    for (int j = 0; j < 4; j++)
+    for (int i = 0; i < WORDS; i++) {
+        zero[i] = 0;
         UNROLL
-        for (int i = 0; i < WORDS; i++) x[j][i] = 0;
-    for (int d = 0; d < a.head_k; d += 16) {
-        const uint32_t *from = (const uint32_t *)q + (d / 16 * 2 * WARP + lane) * WORDS;
-        uint32_t high[WORDS], low[WORDS];
-        load_words<WORDS>(from, high);
-        load_words<WORDS>(from + WARP * WORDS, low);
+        for (int j = 0; j < 4; j++) x[j][i] = 0;
+    }
+    KEEP_ROLLED
+    for (int block = 0; block < n_blocks; block++) {
+        int end = block + 1 == n_blocks ? head_k : 32 * (block + 1);
+        float sum[4][WORDS];
         UNROLL
-        for (int j = 0; j < 2; j++) {
-            uint32_t b[4];
-            ldmatrix_x4_trans(b, stage + key_place((d + row) * 64 + 32 * j + column));
-            multiply_add<G>(x[2 * j], high, low, b);
-            multiply_add<G>(x[2 * j + 1], high, low, b + 2);
+        for (int j = 0; j < 4; j++)
+            UNROLL
+            for (int i = 0; i < WORDS; i++) sum[j][i] = 0;
+        KEEP_ROLLED
+        for (int d = 32 * block; d < end; d += 16) {
+            const uint32_t *from = (const uint32_t *)q + (d / 16 * 2 * WARP + lane) * WORDS;
+            uint32_t high[WORDS], low[WORDS], b[4][2];
+            load_words<WORDS>(from, high);
+            load_words<WORDS>(from + WARP * WORDS, low);
+            key_factors<T>(codes, d, b);
+            if (by_channel) {
+                uint32_t z[2];
+                UNROLL
+                for (int i = 0; i < 2; i++) {
+                    z[i] = *(const uint32_t *)(tile + 2 * (d + 8 * i + pair));
+                    uint32_t step = small_scales(steps + d + 8 * i + pair, 0, 1);
+                    UNROLL
+                    for (int j = 0; j < 4; j++) b[j][i] = times_halves(b[j][i], step);      /* exact */
+                }
+                multiply_add<G, BF16>(zero, high, low, z);
+            }
+            UNROLL
+            for (int j = 0; j < 4; j++) multiply_add<G, BF16>(sum[j], high, low, b[j]);
+        }
+        UNROLL
+        for (int j = 0; j < 4; j++)
+            UNROLL
+            for (int i = 0; i < WORDS; i++) {
+                int token = 16 * (j / 2) + score_token(true, 8 * (j % 2) + pair + i % 2);
+                x[j][i] = by_token ? fmaf(sum[j][i], scale_of<T>(scales, block * KV_BLOCK + token), x[j][i])
+                                   : sum[j][i] + zero[i];
+            }
+    }
+}
+
+template <int G>
+static __device__ inline void tensor_scores(kv_type type, const unsigned char *tile, int head_k, const float *q,
+                                            float x[4][G / 4])
+{
+    switch (type) {
+    case KV_BF16: return tensor_scores_of<KV_BF16, G>(tile, head_k, q, x);
+    case KV_FP8: return tensor_scores_of<KV_FP8, G>(tile, head_k, q, x);
+    case KV_INT8: return tensor_scores_of<KV_INT8, G>(tile, head_k, q, x);
+    case KV_INT4: return tensor_scores_of<KV_INT4, G>(tile, head_k, q, x);
+    default: return tensor_scores_of<KV_F16, G>(tile, head_k, q, x);
+    }
+}
+
+/* The codes of 16 channels from d on as right factors: b[k] of the 16 tokens from 16k on, in the order of the scores;
+ * two words for the first eight columns and two for the others. */
+template <int T>
+static __device__ inline void value_factors(const unsigned char *codes, int head_v, int d, bool pairs, bool paired,
+                                            uint32_t b[2][4])
+{
+    int lane = threadIdx.x % WARP, token = score_token(pairs, lane % 16), row = value_row((kv_type)T, head_v);
+    const places p = places_of(row);
+    if (T == KV_INT4) {
+        uint32_t r[2];
+        ldmatrix_x2_trans(r, codes + place(token * row + d, p));
+        UNROLL
+        for (int i = 0; i < 2; i++) {
+            halves<T>(r[i], &b[0][i], &b[0][2 + i]);
+            halves<T>(r[i] >> 4, &b[1][i], &b[1][2 + i]);
+        }
+    } else if (T >= KV_FP8) {
+        uint32_t r[4];
+        ldmatrix_x4_trans(r, codes + place((lane / 16 * 16 + token) * row + d, p));
+        UNROLL
+        for (int i = 0; i < 4; i++) halves<T>(r[i], &b[i / 2][i % 2], &b[i / 2][2 + i % 2]);
+    } else if (!paired)
+        UNROLL
+        for (int k = 0; k < 2; k++)
+            ldmatrix_x4_trans(b[k], codes + place((16 * k + token) * row + 2 * d + lane / 16 * 16, p));
+    else                               /* a raw tile among sealed ones: its channels in the order of theirs */
+        UNROLL
+        for (int i = 0; i < 4; i++) {
+            uint32_t w[2];
+            UNROLL
+            for (int k = 0; k < 2; k++) {
+                int t = i / 2 * 16 + score_token(pairs, 8 * (i % 2) + lane % 4 * 2 + k), at = t * row + 2 * d;
+                w[k] = *(const uint32_t *)(codes + place(at + lane / 16 * 16, p) + lane / 4 % 4 * 4);
+            }
+            b[i / 2][i % 2] = __byte_perm(w[0], w[1], 0x5410);
+            b[i / 2][2 + i % 2] = __byte_perm(w[0], w[1], 0x7632);
+        }
+}
+
+/* o += x V; x: the tokens' weights, as tensor_scores leaves them, here times `factor`. */
+template <int T, int G, int HV>
+static __device__ inline void add_tensor_values(const attention &a, const unsigned char *tile, bool pairs, float factor,
+                                                const float x[4][G / 4], float o[HV / 8][G / 4])
+{
+    constexpr int WORDS = G / 4;
+    constexpr bool BF16 = T == KV_BF16, by_token = T == KV_FP8 || T == KV_INT8;
+    bool paired = kv_sealed(a.main.type_v);
+    int last = kv_sealed((kv_type)T) ? kv_blocks((kv_type)T, a.head_v, false) - 1 : 0;
+    const unsigned char *codes = tile + kv_scale_bytes((kv_type)T, a.head_v, false);
+    uint32_t high[2][WORDS], low[2][WORDS], scale[2][2];
+    UNROLL
+    for (int n = 0; n < HV / 16; n++) {
+        if (n && 16 * n >= a.head_v) continue;
+        if (n == 0 || (n % 2 == 0 && n / 2 <= last))       /* other scales */
+            UNROLL
+            for (int i = 0; i < 4; i++) {                  /* eight tokens in the order of the scores, of them two */
+                int t = 8 * (i % 2) + threadIdx.x % 4 * 2, at = n / 2 * KV_BLOCK + i / 2 * 16;
+                int t0 = at + score_token(pairs, t), t1 = at + score_token(pairs, t + 1);
+                float f0 = by_token ? factor * scale_of<T>(tile, t0) : factor;
+                float f1 = by_token ? factor * scale_of<T>(tile, t1) : factor;
+                if (T == KV_INT4) scale[i / 2][i % 2] = small_scales(tile, t0, t1);
+                UNROLL
+                for (int r = 0; r < G / 8; r++)
+                    split_pair<BF16>(x[i][2 * r] * f0, x[i][2 * r + 1] * f1, &high[i / 2][i % 2 * (G / 8) + r],
+                                     &low[i / 2][i % 2 * (G / 8) + r]);
+            }
+        uint32_t b[2][4];
+        value_factors<T>(codes, a.head_v, 16 * n, pairs, paired, b);
+        UNROLL
+        for (int k = 0; k < 2; k++) {
+            if (T == KV_INT4)
+                UNROLL
+                for (int i = 0; i < 4; i++) b[k][i] = times_halves(b[k][i], scale[k][i % 2]);     /* exact */
+            multiply_add<G, BF16>(o[2 * n], high[k], low[k], b[k]);
+            multiply_add<G, BF16>(o[2 * n + 1], high[k], low[k], b[k] + 2);
         }
     }
+}
+
+template <int G, int HV>
+static __device__ inline void tensor_values(const attention &a, kv_type type, const unsigned char *tile, bool pairs,
+                                            float factor, const float x[4][G / 4], float o[HV / 8][G / 4])
+{
+    switch (type) {
+    case KV_BF16: return add_tensor_values<KV_BF16, G, HV>(a, tile, pairs, factor, x, o);
+    case KV_FP8: return add_tensor_values<KV_FP8, G, HV>(a, tile, pairs, factor, x, o);
+    case KV_INT8: return add_tensor_values<KV_INT8, G, HV>(a, tile, pairs, factor, x, o);
+    case KV_INT4: return add_tensor_values<KV_INT4, G, HV>(a, tile, pairs, factor, x, o);
+    default: return add_tensor_values<KV_F16, G, HV>(a, tile, pairs, factor, x, o);
+    }
+}
+
+/* The power of two that no scale of a tile of values exceeds, 1 or more, by one warp; int4's scale codes only. */
+static __device__ inline float scale_unit(kv_type type, const unsigned char *tile, int head_v)
+{
+    if (type != KV_FP8 && type != KV_INT8) return 1;
+    float most = 1;
+    for (int i = threadIdx.x % WARP; i < kv_blocks(type, head_v, false) * KV_BLOCK; i += WARP)
+        most = fmaxf(most, type == KV_FP8 ? scale_of<KV_FP8>(tile, i) : scale_of<KV_INT8>(tile, i));
+    return __uint_as_float((__float_as_uint(warp_max(most)) + 0x7fffff) & 0xff800000u);
+}
+
+/* Tokens outside of [t0, t1) are not seen and may hold anything, also what times zero is not zero: removes them from a
+ * tile of values, by `n` threads of which this is number `thread`. Codes of 8 and 4 bits are always numbers. */
+static __device__ inline void clear_unseen(kv_type type, unsigned char *tile, int head_v, int t0, int t1, int thread,
+                                           int n)
+{
+    if (type == KV_INT4) return;
+    bool scales = kv_sealed(type);
+    int each = scales ? 1 : head_v / 8, all = KV_BLOCK * (scales ? kv_blocks(type, head_v, false) : each);
+    for (int i = thread; i < all; i += n) {
+        int t = i / each % KV_BLOCK;
+        if (t >= t0 && t < t1) continue;
+        if (scales) ((uint16_t *)tile)[i] = 0;
+        else ((uint4 *)tile)[i] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+/* As above; clear_unseen has been called. */
+template <int G, int HV>
+static __device__ inline void step(const attention &a, const kv_store &types, const unsigned char *stage, int block,
+                                   const float *q, const int *first, const int *last, int, int, float *,
+                                   tensor_state<G, HV> &s)
+{
+    int lane = threadIdx.x % WARP;
+    bool pairs = kv_sealed(types.type_k);
+    const unsigned char *v = stage + k_room(a);
+    float x[4][G / 4], unit = fmaxf(s.unit, scale_unit(types.type_v, v, a.head_v)), grown = s.unit / unit;
+    tensor_scores<G>(types.type_k, stage, a.head_k, q, x);
     UNROLL
     for (int r = 0; r < G / 8; r++) {
+        int from = first[8 * r + lane / 4] - block * KV_BLOCK, to = last[8 * r + lane / 4] - block * KV_BLOCK;
         float top = s.m[r], sum = 0;
         UNROLL
         for (int j = 0; j < 8; j++) {
-            int token = block * KV_BLOCK + j / 2 * 8 + lane % 4 * 2 + j % 2;
+            int t = j / 4 * 16 + score_token(pairs, j / 2 % 2 * 8 + lane % 4 * 2 + j % 2);
             float &y = x[j / 2][2 * r + j % 2];
             if (a.cap > 0) y = a.cap * tanhf(y / a.cap);
-            if (token < *first || token > *last) y = -INFINITY;
+            if (t < from || t > to) y = -INFINITY;
             top = fmaxf(top, y);
         }
         top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
@@ -544,33 +774,21 @@ static __device__ inline void step(const attention &a, const kv_store &, unsigne
         }
         s.m[r] = top;
         s.l[r] = s.l[r] * keep + sum;
+        keep *= grown;
         if (keep != 1)
             UNROLL
             for (int n = 0; n < HV / 8; n++) s.o[n][2 * r] *= keep, s.o[n][2 * r + 1] *= keep;
     }
-    UNROLL
-    for (int k = 0; k < 2; k++) {      /* 16 tokens; their scores lie as the product wants its left factor */
-        uint32_t high[WORDS], low[WORDS];
-        UNROLL
-        for (int i = 0; i < WORDS; i++) {
-            const float *pair = x[2 * k + i / (G / 8)] + i % (G / 8) * 2;
-            split_pair(pair[0], pair[1], &high[i], &low[i]);
-        }
-        UNROLL
-        for (int n = 0; n < HV / 16; n++) {
-            uint32_t b[4];
-            ldmatrix_x4_trans(b, v + value_place((16 * k + row) * 2 * HV + 32 * n + column, 2 * HV));
-            multiply_add<G>(s.o[2 * n], high, low, b);
-            multiply_add<G>(s.o[2 * n + 1], high, low, b + 2);
-        }
-    }
+    s.unit = unit;
+    tensor_values<G, HV>(a, types.type_v, v, pairs, 0x1p15f / unit, x, s.o);
     __syncwarp();
 }
 
 template <int G, int HV>
-static __device__ inline void put_part(const tensor_state<G, HV> &s, float *to, size_t stride, int)
+static __device__ inline void put_part(const attention &a, const tensor_state<G, HV> &s, float *to, size_t stride)
 {
     int lane = threadIdx.x % WARP;
+    bool paired = kv_sealed(a.main.type_v);
     UNROLL
     for (int r = 0; r < G / 8; r++) {
         float *part = to + (8 * r + lane / 4) * stride, l = s.l[r];
@@ -580,7 +798,10 @@ static __device__ inline void put_part(const tensor_state<G, HV> &s, float *to, 
         UNROLL
         for (int n = 0; n < HV / 8; n++)
             UNROLL
-            for (int i = 0; i < 2; i++) part[2 + 8 * n + lane % 4 * 2 + i] = s.o[n][2 * r + i];
+            for (int i = 0; i < 2; i++) {
+                int d = n / 2 * 16 + output_channel(paired, n % 2 * 8 + lane % 4 * 2 + i);
+                if (d < a.head_v) part[2 + d] = s.o[n][2 * r + i] * (0x1p-15f * s.unit);
+            }
     }
 }
 
@@ -869,14 +1090,21 @@ template <int G> static __host__ __device__ inline int decode_floats(const atten
     return (a.head_k * G + warps * (KV_BLOCK * G + wide) + 3) / 4 * 4;
 }
 
-/* How a decode kernel keeps its queries and its sums. */
+/* How a kernel keeps its queries and its sums. */
 template <int G, int HV, bool TENSOR> struct kind {
     typedef ::state<G, HV> state;
-    static __device__ inline void put_query(float *q, int g, const float *x, int n) { put_column(q, G, g, x, n); }
+    static __device__ inline void put_query(const attention &a, float *q, int g, const float *x)
+    {
+        put_column(q, G, g, x, a.head_k);
+    }
 };
 template <int G, int HV> struct kind<G, HV, true> {
     typedef tensor_state<G, HV> state;
-    static __device__ inline void put_query(float *q, int g, const float *x, int n) { put_fragments<G>(q, g, x, n); }
+    static __device__ inline void put_query(const attention &a, float *q, int g, const float *x)
+    {
+        if (a.main.type_k == KV_BF16) put_fragments<G, true>(q, g, x, a.head_k);
+        else put_fragments<G, false>(q, g, x, a.head_k);
+    }
 };
 
 /* TENSOR: see tensor_takes. */
@@ -928,7 +1156,7 @@ decode_kernel(const __grid_constant__ attention a)
         __syncthreads();
         for (int g = warp; g < n_g; g += warps) {
             ready_query(a, r, h0 + g, sinks, x);
-            kind<G, HV, TENSOR>::put_query(q, g, x, a.head_k);
+            kind<G, HV, TENSOR>::put_query(a, q, g, x);
         }
         if (threadIdx.x < G) first[threadIdx.x] = (int)range.first, last[threadIdx.x] = (int)range.last;
         __syncthreads();
@@ -950,8 +1178,13 @@ decode_kernel(const __grid_constant__ attention a)
             __pipeline_wait_prior(1);
             __syncwarp();
             int t0 = (int)range.first - block * KV_BLOCK, t1 = (int)range.last + 1 - block * KV_BLOCK;
-            step<G, HV>(a, is_raw(a, row.pos, block) ? a.raw : a.main, mine + stage * stage_bytes, block, q, G, first,
-                        last, t0 < 0 ? 0 : t0, t1 > KV_BLOCK ? KV_BLOCK : t1, p, st);
+            const kv_store &types = is_raw(a, row.pos, block) ? a.raw : a.main;
+            unsigned char *tile = mine + stage * stage_bytes;
+            if (TENSOR && (t0 > 0 || t1 < KV_BLOCK)) {
+                clear_unseen(types.type_v, tile + k_room(a), a.head_v, t0, t1, lane, WARP);
+                __syncwarp();
+            }
+            step<G, HV>(a, types, tile, block, q, first, last, t0 < 0 ? 0 : t0, t1 > KV_BLOCK ? KV_BLOCK : t1, p, st);
         }
         __pipeline_wait_prior(0);
     }
@@ -960,7 +1193,7 @@ decode_kernel(const __grid_constant__ attention a)
     __syncthreads();
     float *meet = (float *)stages;
     size_t stride = a.head_v + 2;
-    put_part(st, meet + warp * stride, warps * stride, a.head_v);
+    put_part(a, st, meet + warp * stride, warps * stride);
     __syncthreads();
     for (int g = warp; g < n_g; g += warps) {
         float m, l;
@@ -996,18 +1229,23 @@ decode_kernel(const __grid_constant__ attention a)
 
 /* ---- prefill: runs of rows against all that they see ------------------------------------------------------------- */
 
-static __host__ __device__ inline int prefill_floats(const attention &a)
+static __host__ __device__ constexpr int prefill_warps(bool tensor) { return tensor ? 4 : 8; }
+
+/* Floats of shared memory in front of the stages: queries, a vector for each warp, the weights of a tile. */
+static __host__ __device__ inline int prefill_floats(const attention &a, bool tensor)
 {
     int wide = a.head_k > a.head_v ? a.head_k : a.head_v;
-    return a.head_k * PREFILL_QUERIES + PREFILL_WARPS * (KV_BLOCK * PREFILL_EACH + (wide + 3) / 4 * 4);
+    return PREFILL_QUERIES * (a.head_k + (tensor ? 0 : KV_BLOCK)) + prefill_warps(tensor) * ((wide + 3) / 4 * 4);
 }
 
-template <int HV>
-static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(const __grid_constant__ attention a)
+/* TENSOR: see tensor_takes. */
+template <int HV, bool TENSOR>
+static __global__ void __launch_bounds__(prefill_warps(TENSOR) * WARP, TENSOR && HV <= 128 ? 3 : TENSOR ? 2 : 1)
+prefill_kernel(const __grid_constant__ attention a)
 {
-    constexpr int EACH = PREFILL_EACH;
+    constexpr int WARPS = prefill_warps(TENSOR), EACH = PREFILL_QUERIES / WARPS;
     __shared__ int first[PREFILL_QUERIES], last[PREFILL_QUERIES];
-    int group = a.n_head / a.n_kv, head = blockIdx.x, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    int group = a.n_head / a.n_kv, head = blockIdx.x, warp = threadIdx.x / WARP;
     wait_for_previous();
     let_next_start();
     const kv_run run = a.runs[blockIdx.y];
@@ -1017,72 +1255,72 @@ static __global__ void __launch_bounds__(PREFILL_WARPS * WARP) prefill_kernel(co
     blocks seen = blocks_of(s, row.pos, high);
 
     int wide = ((a.head_k > a.head_v ? a.head_k : a.head_v) + 3) / 4 * 4;
-    float *q = (float *)smem, *p = q + a.head_k * PREFILL_QUERIES + warp * KV_BLOCK * EACH;
-    float *x = q + a.head_k * PREFILL_QUERIES + PREFILL_WARPS * KV_BLOCK * EACH + warp * wide;
-    unsigned char *stages = (unsigned char *)(q + prefill_floats(a));
+    float *q = (float *)smem, *x = q + a.head_k * PREFILL_QUERIES + warp * wide;
+    float *p = q + a.head_k * PREFILL_QUERIES + WARPS * wide + warp * EACH * KV_BLOCK;
+    unsigned char *stages = (unsigned char *)(q + prefill_floats(a, TENSOR));
     int stage_bytes = k_room(a) + v_room(a), n_stages = a.stages;
 
-    state<EACH, HV> st;
+    typename kind<EACH, HV, TENSOR>::state st;
     start(st);
     for (int i = threadIdx.x; i < a.head_k * PREFILL_QUERIES; i += blockDim.x) q[i] = 0;
     for (int sinks = 1; sinks >= 0; sinks--) {
         int from = sinks ? 0 : seen.sinks, to = sinks ? seen.sinks : seen.count;
         if (from >= to) continue;
         __syncthreads();
-        for (int i = warp; i < PREFILL_QUERIES; i += PREFILL_WARPS) {
+        for (int i = warp; i < PREFILL_QUERIES; i += WARPS) {
             int pos = row.pos + i / group;
             kv_range seen_by = sinks ? kv_sink_range(pos, s.sinks, s.window) : kv_window_range(pos, s.sinks, s.window);
             if (i < n_q) {
                 ready_query(a, run.row + i / group, head * group + i % group, sinks, x);
-                put_column(q, PREFILL_QUERIES, i, x, a.head_k);
+                kind<EACH, HV, TENSOR>::put_query(a, q + i / EACH * EACH * a.head_k, i % EACH, x);
             }
-            if (lane == 0) first[i] = i < n_q ? (int)seen_by.first : 0, last[i] = i < n_q ? (int)seen_by.last : -1;
+            if (threadIdx.x % WARP == 0)
+                first[i] = i < n_q ? (int)seen_by.first : 0, last[i] = i < n_q ? (int)seen_by.last : -1;
         }
         int low = sinks ? 0 : (int)kv_window_range(row.pos, s.sinks, s.window).first;
         int top = sinks && high >= s.sinks ? s.sinks - 1 : high;
         for (int ahead = 0; ahead < n_stages - 1; ahead++) {
             int block = block_number(seen, from + ahead);
             if (from + ahead < to)
-                fetch<false>(a, head, row.pos, block, page_of(a, s, row.pos, block), stages, k_room(a), threadIdx.x,
-                             blockDim.x);
+                fetch<TENSOR>(a, head, row.pos, block, page_of(a, s, row.pos, block), stages, k_room(a), threadIdx.x,
+                              blockDim.x);
             __pipeline_commit();
         }
         for (int i = from, stage = 0; i < to; i++) {
             int next = i + n_stages - 1, block = block_number(seen, i), put = n_stages == 2 ? stage ^ 1 : 0;
             if (next < to) {
                 int b = block_number(seen, next);
-                fetch<false>(a, head, row.pos, b, page_of(a, s, row.pos, b), stages + put * stage_bytes, k_room(a),
-                             threadIdx.x, blockDim.x);
+                fetch<TENSOR>(a, head, row.pos, b, page_of(a, s, row.pos, b), stages + put * stage_bytes, k_room(a),
+                              threadIdx.x, blockDim.x);
             }
             __pipeline_commit();
             if (n_stages == 2) __pipeline_wait_prior(1);
             else __pipeline_wait_prior(0);
             __syncthreads();
             int t0 = low - block * KV_BLOCK, t1 = top + 1 - block * KV_BLOCK;
-            step<EACH, HV>(a, is_raw(a, row.pos, block) ? a.raw : a.main, stages + stage * stage_bytes, block,
-                           q + warp * EACH, PREFILL_QUERIES, first + warp * EACH, last + warp * EACH, t0 < 0 ? 0 : t0,
-                           t1 > KV_BLOCK ? KV_BLOCK : t1, p, st);
+            const kv_store &types = is_raw(a, row.pos, block) ? a.raw : a.main;
+            unsigned char *tile = stages + stage * stage_bytes;
+            if (TENSOR && (t0 > 0 || t1 < KV_BLOCK)) {
+                clear_unseen(types.type_v, tile + k_room(a), a.head_v, t0, t1, threadIdx.x, blockDim.x);
+                __syncthreads();
+            }
+            if (warp * EACH < n_q)
+                step<EACH, HV>(a, types, tile, block, q + warp * EACH * a.head_k, first + warp * EACH,
+                               last + warp * EACH, t0 < 0 ? 0 : t0, t1 > KV_BLOCK ? KV_BLOCK : t1, p, st);
             __syncthreads();
             stage = put;
         }
         __pipeline_wait_prior(0);
     }
-    UNROLL
-    for (int g = 0; g < EACH; g++) {
-        int i = warp * EACH + g;
-        float l = warp_sum(st.l[g]);
-        if (i >= n_q) continue;
-        UNROLL
-        for (int j = 0; j < channels<HV>::PIECES; j++)
-            UNROLL
-            for (int k = 0; k < channels<HV>::EACH; k++) {
-                int d = j * 128 + lane * channels<HV>::EACH + k;
-                if (d < a.head_v) x[d] = st.o[g][j * channels<HV>::EACH + k];
-            }
-        __syncwarp();
-        finish(a, run.row + i / group, head * group + i % group, x, st.m[g], l);
-        __syncwarp();
-    }
+
+    /* Where queries and stages were: [PREFILL_QUERIES][head_v + 2]. */
+    int stride = a.head_v + 2;
+    float *part = (float *)smem + warp * EACH * stride;
+    __syncthreads();
+    put_part(a, st, part, stride);
+    __syncwarp();
+    for (int i = warp * EACH; i < (warp + 1) * EACH && i < n_q; i++, part += stride)
+        finish(a, run.row + i / group, head * group + i % group, part + 2, part[0], part[1]);
 }
 
 /* ---- importance eviction ----------------------------------------------------------------------------------------- */
@@ -1200,11 +1438,10 @@ const char *attention_refuses(int head_k, int head_v, int group)
     return NULL;
 }
 
-/* Tensor cores take tiles as they are, whose rows are whole 16 bytes in each of eight places. */
+/* Tensor cores take codes of 8 and 16 bits, in rows of whole 16 bytes. */
 static bool tensor_takes(const attention &a)
 {
-    return a.main.type_k == KV_F16 && a.main.type_v == KV_F16 && !a.raw.base && a.head_k % 16 == 0 &&
-           (a.head_v == 64 || a.head_v == 128 || a.head_v == 256);
+    return a.main.type_k != KV_F32 && a.main.type_v != KV_F32 && a.head_k % 16 == 0 && a.head_v % 16 == 0;
 }
 
 template <int G, bool TENSOR> static void (*decode_for(int head_v))(attention)
@@ -1250,7 +1487,9 @@ struct attention_launch attention_seal(const struct attention *a, int n_rows)
 
 static size_t prefill_shared(const attention *a, int stages)
 {
-    return prefill_floats(*a) * sizeof(float) + (size_t)stages * (k_room(*a) + v_room(*a));
+    size_t meet = (size_t)PREFILL_QUERIES * (a->head_v + 2) * sizeof(float);
+    size_t all = prefill_floats(*a, tensor_takes(*a)) * sizeof(float) + (size_t)stages * (k_room(*a) + v_room(*a));
+    return all > meet ? all : meet;
 }
 
 int attention_prefill_stages(const struct attention *a, size_t shared_limit)
@@ -1258,11 +1497,17 @@ int attention_prefill_stages(const struct attention *a, size_t shared_limit)
     return prefill_shared(a, 2) <= shared_limit ? 2 : 1;
 }
 
-struct attention_launch attention_prefill(const struct attention *a, int n_runs)
+template <bool TENSOR> static attention_launch prefill_of(const attention *a, int n_runs)
 {
     return { "attention prefill",
-             a->head_v <= 64 ? prefill_kernel<64> : a->head_v <= 128 ? prefill_kernel<128> : prefill_kernel<256>,
-             dim3(a->n_kv, n_runs), dim3(PREFILL_WARPS * WARP), prefill_shared(a, a->stages) };
+             a->head_v <= 64 ? prefill_kernel<64, TENSOR> : a->head_v <= 128 ? prefill_kernel<128, TENSOR>
+             : prefill_kernel<256, TENSOR>,
+             dim3(a->n_kv, n_runs), dim3(prefill_warps(TENSOR) * WARP), prefill_shared(a, a->stages) };
+}
+
+struct attention_launch attention_prefill(const struct attention *a, int n_runs)
+{
+    return tensor_takes(*a) ? prefill_of<true>(a, n_runs) : prefill_of<false>(a, n_runs);
 }
 
 struct attention_launch attention_mass(const struct attention *a, int n_runs, int most_rows)

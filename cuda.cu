@@ -1776,13 +1776,14 @@ static bool find_device(cudaDeviceProp *device, struct error *e)
     if (r == cudaErrorInsufficientDriver) {
         cudaDriverGetVersion(&driver);
         if (driver == 0) return fail(e, GEN_MODEL, "there is no CUDA driver");
-        return fail(e, GEN_MODEL, "the CUDA driver is too old (%d.%d, but gen needs %d.%d): update it", driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000,
-                    CUDART_VERSION % 1000 / 10);
+        return fail(e, GEN_MODEL, "the CUDA driver is too old (%d.%d, but gen needs %d.%d): update it",
+                    driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     }
     if (r == cudaSuccess) r = cudaGetDeviceProperties(device, 0);
     if (r != cudaSuccess) return fail(e, GEN_MODEL, "CUDA cannot be used: %s", cudaGetErrorString(r));
     if (device->major < 8)
-        return fail(e, GEN_MODEL, "the CUDA device %s has compute capability %d.%d, but 8.0 is needed", device->name, device->major, device->minor);
+        return fail(e, GEN_MODEL, "the CUDA device %s has compute capability %d.%d, but 8.0 is needed",
+                    device->name, device->major, device->minor);
     return true;
 }
 

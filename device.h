@@ -88,7 +88,47 @@ __device__ inline void mma_f16(float d[4], const uint32_t a[4], const uint32_t b
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-/* Four matrices of 8 x 8 halves of shared memory, transposed; lane i gives the place of row i % 8 of matrix i / 8. */
+/* The same of bfloat16. */
+__device__ inline void mma_bf16(float d[4], const uint32_t a[4], const uint32_t b[2])
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+/* Two floats as halves, or as bfloat16, in one word. */
+__device__ inline uint32_t pair_halves(float low, float high)
+{
+    uint32_t d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+__device__ inline uint32_t pair_bf16(float low, float high)
+{
+    uint32_t d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+/* Differences and products of the two halves in each word. */
+__device__ inline uint32_t minus_halves(uint32_t x, uint32_t y)
+{
+    uint32_t d;
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+    return d;
+}
+__device__ inline uint32_t times_halves(uint32_t x, uint32_t y)
+{
+    uint32_t d;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(x), "r"(y));
+    return d;
+}
+/* Two matrices of 8 x 8 halves of shared memory, transposed; lane i gives the place of row i % 8 of matrix i / 8. */
+__device__ inline void ldmatrix_x2_trans(uint32_t r[2], const void *row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+        : "=r"(r[0]), "=r"(r[1]) : "r"((uint32_t)__cvta_generic_to_shared(row)) : "memory");
+}
+/* Four of them; row i % 8 of matrix i / 8. */
 __device__ inline void ldmatrix_x4_trans(uint32_t r[4], const void *row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

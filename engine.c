@@ -213,7 +213,7 @@ static bool open_backend(struct engine *g, const struct backend_options *o, stru
                     "host, --kv-offload host");
     bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !file;
     if (can && cuda_open(&g->b, g->m, o, &why)) return true;
-    if (g->o.backend == BACKEND_CUDA) return fail(e, why.code, "%s (--backend cpu does without CUDA)", why.text);
+    if (g->o.backend == BACKEND_CUDA) return fail(e, why.code, "%s; --backend cpu does without CUDA", why.text);
     if (can) memcpy(g->note, why.text, sizeof g->note);
     return cpu_open(&g->b, g->m, o, e);
 }

@@ -55,7 +55,8 @@ def comparisons():
     compare(small, FLOAT, "k=f32", "v=f32", "prompt=70", "steps=2")
     for k in TYPES[3:] if EMULATED else TYPES[1:]:
         compare(small, CACHE, "hand=1", f"k={k}", f"v={k}", "prompt=70", "steps=2")
-    compare(wide, CACHE, "hand=1", "k=f16", "v=f16", "prompt=70", "steps=2")       # by the tensor cores
+    for k in ("f16", "int4") if EMULATED else TYPES[1:]:         # all by the tensor cores
+        compare(wide, CACHE, "hand=1", f"k={k}", f"v={k}", "prompt=70", "steps=2")
     hashes = {compare(small, FLOAT, "k=f32", "v=f32", f"page={p}") for p in (32, 64)}
     hashes.add(compare(small, FLOAT, "k=f32", "v=f32", "layout=contiguous"))
     if len(hashes) != 1:

@@ -113,11 +113,12 @@ class Writer(gguf.GGUFWriter):
 def random_model(path, arch="llama", weight="F32", out_weight=None, heads=4, kv_heads=2, head_k=64, head_v=None,
                  layers=2, embd=256, ff=256, ctx=4096, tied=False, bias=False, qk=1.4, window=0, n_rot=0,
                  rope_base=10000.0, rope=None, rope_freqs=None, long_factors=None, attn_factor=1.0, caps=(0.0, 0.0),
-                 vocab="bytes", bos=False, seed=1, copy_embd=False, outliers=0.0):
+                 vocab="bytes", bos=False, seed=1, copy_embd=False, outliers=0.0,
+                 v_bias=0.5):
     """`weight` is the type of all matrices, `out_weight` of embedding and output where it differs. rope: (scaling type,
     factor, original context). rope_freqs: a number or one divisor per pair. long_factors: (short, long) of phi3. caps:
     of scores and logits. copy_embd: output.weight is a byte copy of token_embd.weight. outliers: with biases, what is
-    added to those of every 16th channel of the keys, which trained models have, too."""
+    added to those of every 16th channel of the keys, which trained models have, too. v_bias: size of the values' biases."""
     head_v = head_v or head_k
     gemma, qk_norm = arch.startswith("gemma"), arch in ("qwen3", "gemma3")
     w = Writer(path, arch, seed, vocab, bos)
@@ -181,7 +182,7 @@ def random_model(path, arch="llama", weight="F32", out_weight=None, heads=4, kv_
         if bias or arch == "qwen2":
             for name, n in (("attn_q", n_q), ("attn_k", n_k), ("attn_v", n_v)):
                 planted = outliers * (np.arange(n) % 16 == 13) if name == "attn_k" else 0.0
-                w.vector(f"{b}{name}.bias", n, mean=planted, std=0.5)
+                w.vector(f"{b}{name}.bias", n, mean=planted, std=v_bias if name == "attn_v" else 0.5)
         if bias and arch == "llama":
             w.vector(b + "attn_output.bias", embd, mean=0.0, std=0.2)
     w.finish()

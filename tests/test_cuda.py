@@ -81,12 +81,20 @@ def test_heads(model, heads, kv_heads, head):
     compare(path, k="int8", v="int4", prompt=45, page=64)
 
 
-@pytest.mark.parametrize("heads, head, words", [
-    (8, 64, {}), (5, 64, {"window": 64, "sinks": 40, "prompt": 150}), (12, 128, {"page": 64}), (8, 256, {}),
-    (16, 64, {"window": 20, "sinks": 4, "prompt": 110})])
-def test_tensor_cores(model, heads, head, words):
-    """Groups of 5 heads and more with a cache of f16."""
-    compare(model(heads=heads, kv_heads=1, head_k=head, layers=1), k="f16", v="f16", **words)
+# Keys and values; groups of 5 heads and more are the tensor cores' in decode, too.
+@pytest.mark.parametrize("k, v, heads, head, words", [
+    ("f16", "f16", 8, 64, {}), ("f16", "f16", 12, 128, {"page": 64}), ("f16", "bf16", 8, 256, {}), ("int8", "int8", 8, 256, {}),
+    ("bf16", "f16", 5, 96, {"window": 64, "sinks": 40, "prompt": 150}), ("fp8", "fp8", 16, 80, {"window": 20, "sinks": 4, "prompt": 110}),
+    ("int4", "int4", 16, 128, {"window": 64, "sinks": 40, "prompt": 150}), ("f16", "int8", 16, 64, {}), ("int8", "f16", 8, 32, {}),
+    ("int4", "fp8", 8, 48, {"window": 33, "prompt": 110}), ("bf16", "int4", 16, 64, {})])
+def test_tensor_cores(model, k, v, heads, head, words):
+    compare(model(heads=heads, kv_heads=1, head_k=head, layers=1), k=k, v=v, **words)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_large_scales(model, kind):
+    """Values whose scales are more than 1, so that the weights have another unit; layers add them to what they outweigh."""
+    compare(model(arch="qwen2", heads=8, kv_heads=1, layers=1, v_bias=3000.0), k=kind, v=kind)
 
 
 PAIRS = list(itertools.product(TYPES, TYPES))

@@ -418,22 +418,30 @@ __global__ void matrix_products(int *bad)
     int lane = (int)threadIdx.x, g = lane / 4, t = lane % 4;
     auto a = [](int m, int k) { return (m * 7 + k * 3) % 11 - 5; };
     auto b = [](int k, int n) { return (k * 5 + n * 2) % 13 - 6; };
-    auto pair = [](int x, int y) {
-        return __half_as_ushort(__int2half_rn(x)) | (uint32_t)__half_as_ushort(__int2half_rn(y)) << 16;
-    };
-    uint32_t fa[4], fb[2];
-    float d[4] = { 1, 2, 3, 4 };
-    for (int r = 0; r < 4; r++) {
-        int m = g + 8 * (r % 2), k = 2 * t + 8 * (r / 2);
-        fa[r] = pair(a(m, k), a(m, k + 1));
+    for (int bf16 = 0; bf16 < 2; bf16++) {
+        auto pair = [=](int x, int y) {
+            return bf16 ? __float_as_uint(x) >> 16 | (__float_as_uint(y) & 0xffff0000u)
+                        : __half_as_ushort(__int2half_rn(x)) | (uint32_t)__half_as_ushort(__int2half_rn(y)) << 16;
+        };
+        uint32_t fa[4], fb[2];
+        float d[4] = { 1, 2, 3, 4 };
+        for (int r = 0; r < 4; r++) {
+            int m = g + 8 * (r % 2), k = 2 * t + 8 * (r / 2);
+            fa[r] = pair(a(m, k), a(m, k + 1));
+        }
+        for (int r = 0; r < 2; r++) fb[r] = pair(b(2 * t + 8 * r, g), b(2 * t + 8 * r + 1, g));
+        if (bf16) mma_bf16(d, fa, fb);
+        else mma_f16(d, fa, fb);
+        for (int r = 0; r < 4; r++) {
+            int want = r + 1;
+            for (int k = 0; k < 16; k++) want += a(g + 8 * (r / 2), k) * b(k, 2 * t + r % 2);
+            if (d[r] != (float)want) atomicOr(bad, 1);
+        }
+        float x = (float)a(g, t), y = (float)b(t, g);
+        if (pair(a(g, t), b(t, g)) != (bf16 ? pair_bf16(x, y) : pair_halves(x, y))) atomicOr(bad, 4);
     }
-    for (int r = 0; r < 2; r++) fb[r] = pair(b(2 * t + 8 * r, g), b(2 * t + 8 * r + 1, g));
-    mma_f16(d, fa, fb);
-    for (int r = 0; r < 4; r++) {
-        int want = r + 1;
-        for (int k = 0; k < 16; k++) want += a(g + 8 * (r / 2), k) * b(k, 2 * t + r % 2);
-        if (d[r] != (float)want) atomicOr(bad, 1);
-    }
+    if (minus_halves(0x64056500u, 0x64006400u) != 0x45005c00u || times_halves(0x3c01c000u, 0x34004200u) != 0x3401c600u)
+        atomicOr(bad, 8);
 
     uint16_t *s = (uint16_t *)smem;    /* four matrices of 8 x 8, one after the other */
     for (int i = lane; i < 256; i += 32) s[i] = (uint16_t)i;
@@ -442,6 +450,8 @@ __global__ void matrix_products(int *bad)
     ldmatrix_x4_trans(r, s + 8 * lane);
     for (int i = 0; i < 4; i++)
         if (r[i] != (uint32_t)(64 * i + 16 * t + g + ((64 * i + 16 * t + 8 + g) << 16))) atomicOr(bad, 2);
+    ldmatrix_x2_trans(r + 2, s + 8 * (lane % 16));
+    if (r[2] != r[0] || r[3] != r[1]) atomicOr(bad, 2);
 }
 static void run_matrix_products()
 {
