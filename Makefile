@@ -41,7 +41,7 @@ AVX2 := -mavx2 -mfma -mf16c
 AVX512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512
 # A compiler from before AVX-VNNI (gcc 10, clang 11) makes that table without its instructions: slower, the same numbers.
 AVXVNNI := $(shell $(CC) -mavxvnni -E -x c /dev/null >/dev/null 2>&1 && echo -mavxvnni)
-$(B)/kernels%.o: SPEED := -O3
+$(B)/kernels%.o $(B)/cpu.o: SPEED := -O3
 # Two checks that double the time to compile the kernels, and whose faults the address sanitizer finds as well.
 LESS.sanitize := -fno-sanitize=null,object-size
 LESS.fuzz := $(LESS.sanitize)
