@@ -337,8 +337,9 @@ static void angles(const struct rope *p, int64_t pos, float *cs, float *sn)
     }
 }
 
-static void row_start(struct cpu *c, int r)
+static void row_start(struct cpu *c, int r, int thread)
 {
+    (void)thread;
     const struct model *m = c->m;
     const struct row *row = &c->batch->rows[r];
     float *x = c->x + (size_t)r * m->n_embd;
@@ -389,6 +390,19 @@ static const struct kv_view *batch_view(const struct cpu *c, int r, int group)
 static const struct kv_view *view_of(const struct cpu *c, const struct cpu_layer *l, int r)
 {
     return batch_view(c, r, l->group);
+}
+
+/* Rows of the batch that a thread does at once in the stages which go row by row. */
+static int rows_step(const struct cpu *c)
+{
+    int n = c->batch->n_rows / (team_size(c->team) * 8);
+    return n < 1 ? 1 : n > 16 ? 16 : n;
+}
+static int row_pieces(const struct cpu *c) { return (c->batch->n_rows + rows_step(c) - 1) / rows_step(c); }
+static void each_row(struct cpu *c, void (*row)(struct cpu *c, int r, int thread), int i, int thread)
+{
+    int step = rows_step(c), end = (i + 1) * step < c->batch->n_rows ? (i + 1) * step : c->batch->n_rows;
+    for (int r = i * step; r < end; r++) row(c, r, thread);
 }
 
 /* The row of the cache that row r of the batch takes. */
@@ -739,44 +753,57 @@ static void mass_piece(struct cpu *c, int i, int thread)
     add_mass(c, l, row, 1, h, &qs);
 }
 
-static void append_piece(struct cpu *c, int r, int thread)
+static void append_row(struct cpu *c, int r, int thread)
 {
     const struct cpu_layer *l = &c->layers[c->layer];
     make_queries(c, l, r);
     if (!is_own(c, c->batch->rows[r].pos / KV_SPLIT)) return;
     for (int h = 0; h < c->m->n_kv; h++) append(c, l, r, h, (float *)c->scratch[thread]);
 }
+static void append_piece(struct cpu *c, int i, int thread) { each_row(c, append_row, i, thread); }
 
 static int seal_pieces(const struct cpu *c)
 {
-    return view_of(c, &c->layers[c->layer], 0)->raw.shape ? c->batch->n_rows : 0;
+    return view_of(c, &c->layers[c->layer], 0)->raw.shape ? row_pieces(c) : 0;
 }
-static void seal_piece(struct cpu *c, int r, int thread)
+static void seal_row(struct cpu *c, int r, int thread)
 {
     (void)thread;
     if (!is_own(c, c->batch->rows[r].pos / KV_SPLIT)) return;
     for (int h = 0; h < c->m->n_kv; h++) seal(c, &c->layers[c->layer], r, h);
 }
+static void seal_piece(struct cpu *c, int i, int thread) { each_row(c, seal_row, i, thread); }
 
-/* The attention's result as the next product's input; the parts of many splits are joined KV head by KV head. */
-enum { FEW_SPLITS = 3 };
-static int attended_pieces(const struct cpu *c)
+/* The attention's result as the next product's input, or `heads` KV heads of it from h0 on; the parts of single rows
+ * are joined. */
+static void attended(struct cpu *c, int r, int h0, int heads)
 {
-    bool whole = whole_tiles(c) || c->n_splits[c->layers[c->layer].group] <= FEW_SPLITS * c->n_single;
-    return c->batch->n_rows * (whole || group_size(c->m) * c->m->head_v % 32 ? 1 : c->m->n_kv);
-}
-
-static void attended_piece(struct cpu *c, int i, int thread)
-{
-    int pieces = attended_pieces(c) / c->batch->n_rows, r = i / pieces, heads = c->m->n_kv / pieces;
-    int n = group_size(c->m) * c->m->head_v, width = c->m->n_kv * n, h0 = i % pieces * heads;
-    size_t at = (size_t)r * width + (size_t)h0 * n;
-    (void)thread;
-    for (int h = h0; h < h0 + heads && r < c->n_single; h++)
-        join_parts(c, &c->layers[c->layer], r, h, c->input + (size_t)r * width + (size_t)h * n);
+    int n = group_size(c->m) * c->m->head_v;
+    size_t at = ((size_t)r * c->m->n_kv + h0) * n;
+    for (int h = 0; h < heads && r < c->n_single; h++)
+        join_parts(c, &c->layers[c->layer], r, h0 + h, c->input + at + (size_t)h * n);
     if (r >= c->n_single) memcpy(c->input + at, c->att + at, sizeof(float) * heads * n);
     struct acts part = { 1, heads * n, c->input + at, c->acts.b + at / 32 };
     if (part.k % 32 == 0) c->k->quantise(&part, 0);
+}
+
+/* Many splits are joined KV head by KV head. */
+enum { FEW_SPLITS = 3 };
+static bool by_head(const struct cpu *c)
+{
+    return !whole_tiles(c) && c->n_splits[c->layers[c->layer].group] > FEW_SPLITS * c->n_single &&
+           group_size(c->m) * c->m->head_v % 32 == 0;
+}
+static int attended_pieces(const struct cpu *c) { return by_head(c) ? c->batch->n_rows * c->m->n_kv : row_pieces(c); }
+static void attended_row(struct cpu *c, int r, int thread)
+{
+    (void)thread;
+    attended(c, r, 0, c->m->n_kv);
+}
+static void attended_piece(struct cpu *c, int i, int thread)
+{
+    if (by_head(c)) attended(c, i / c->m->n_kv, i % c->m->n_kv, 1);
+    else each_row(c, attended_row, i, thread);
 }
 
 /* ---- matrix products --------------------------------------------------------------------------------------------- */
@@ -868,28 +895,25 @@ static void head_piece(struct cpu *c, int p, int thread)
 
 /* ---- the forward pass -------------------------------------------------------------------------------------------- */
 
-static int rows_of(const struct cpu *c) { return c->batch->n_rows; }
 static int wanted_of(const struct cpu *c) { return c->n_wanted; }
 
-static void start_piece(struct cpu *c, int r, int thread)
-{
-    (void)thread;
-    row_start(c, r);
-}
+static void start_piece(struct cpu *c, int i, int thread) { each_row(c, row_start, i, thread); }
 
-static void after_attention_piece(struct cpu *c, int r, int thread)
+static void after_attention(struct cpu *c, int r, int thread)
 {
     const struct cpu_layer *l = &c->layers[c->layer];
     (void)thread;
     row_residual(c, r, l->o_bias, l->attn_post_norm, l->ffn_norm);
 }
+static void after_attention_piece(struct cpu *c, int i, int thread) { each_row(c, after_attention, i, thread); }
 
-static void after_ffn_piece(struct cpu *c, int r, int thread)
+static void after_ffn(struct cpu *c, int r, int thread)
 {
     const struct cpu_layer *l = &c->layers[c->layer];
     (void)thread;
     row_residual(c, r, NULL, l->ffn_post_norm, c->layer + 1 < c->m->n_layer ? l[1].attn_norm : NULL);
 }
+static void after_ffn_piece(struct cpu *c, int i, int thread) { each_row(c, after_ffn, i, thread); }
 
 static void last_norm_piece(struct cpu *c, int r, int thread)
 {
@@ -930,9 +954,9 @@ static const struct stage {
     int (*pieces)(const struct cpu *c);            /* 0: left out */
     void (*piece)(struct cpu *c, int i, int thread);
 } stages[] = {
-    { rows_of, start_piece },
+    { row_pieces, start_piece },
     { qkv_pieces, qkv_piece },
-    { rows_of, append_piece },
+    { row_pieces, append_piece },
     { seal_pieces, seal_piece },
     { attend_pieces, attend_piece },
     { mass_pieces, mass_piece },
@@ -940,11 +964,11 @@ static const struct stage {
     { attended_pieces, attended_piece },
     { out_pieces, out_piece },
     { heads_pieces, sum_piece },
-    { rows_of, after_attention_piece },
+    { row_pieces, after_attention_piece },
     { glu_pieces, glu_piece },
     { down_pieces, down_piece },
     { ranks_pieces, sum_piece },
-    { rows_of, after_ffn_piece },
+    { row_pieces, after_ffn_piece },
     { wanted_of, last_norm_piece },
     { head_pieces, head_piece },
     { ranks_pieces, gather_piece },
