@@ -392,11 +392,12 @@ static const struct kv_view *view_of(const struct cpu *c, const struct cpu_layer
     return batch_view(c, r, l->group);
 }
 
-/* Rows of the batch that a thread does at once in the stages which go row by row. */
+/* Rows of the batch that a thread does at once in the stages which go row by row: where there are enough, those of a
+ * block, as keys of a block lie in the same lines of memory. */
 static int rows_step(const struct cpu *c)
 {
-    int n = c->batch->n_rows / (team_size(c->team) * 8);
-    return n < 1 ? 1 : n > 16 ? 16 : n;
+    int n = c->batch->n_rows / team_size(c->team);
+    return n >= 2 * KV_BLOCK ? KV_BLOCK : n < 8 ? 1 : n / 8;
 }
 static int row_pieces(const struct cpu *c) { return (c->batch->n_rows + rows_step(c) - 1) / rows_step(c); }
 static void each_row(struct cpu *c, void (*row)(struct cpu *c, int r, int thread), int i, int thread)
