@@ -1399,7 +1399,7 @@ static __device__ inline unsigned char *tile_at(const compaction &c, int layer, 
 
 /* One head's rows move together, tile by tile: what a tile is to hold comes from there or from behind it, and is read
  * before any of it is written. */
-static __global__ void __launch_bounds__(128) compact_kernel(const __grid_constant__ compaction c)
+static __global__ void __launch_bounds__(128, 8) compact_kernel(const __grid_constant__ compaction c)
 {
     wait_for_previous();
     let_next_start();

@@ -65,12 +65,12 @@ EVICTING = [("llama", "attention", "f32", "f32"), ("gemma2", "snapkv", "f16", "f
 
 @pytest.mark.parametrize("name, rule, k, v", EVICTING)
 def test_eviction(model, name, rule, k, v):
-    """The same rows are kept as on the processor, but for some that count alike within the rounding of the types; then the same
-    bits come out in any order of threads."""
+    """The same rows are kept as on the processor. The rest is numbers of the cache that are rounded the other way, as without
+    eviction (which f32 shows): here the cache cannot start from the CPU's blocks. The same bits come out in any order of threads."""
     words = dict(k=k, v=v, evict=rule, budget=160, prompt=200, steps=35, ctx=256)
     r = steps(model(name), **words)
     exact = k == "f32"
-    assert r["kept"] > 0 and r["alike"] >= r["kept"] * (1 if exact else 0.97), r
+    assert r["kept"] > 0 and r["alike"] == r["kept"], r
     for kind in "prefill", "decode", "together":
         assert r[kind] <= (1e-4 if exact else 3e-2), r
     assert steps(model(name), "seed=3", cpu=0, **words)["hash"] == r["hash"]
