@@ -18,9 +18,9 @@
  *
  *     kernel              registers  static shared
  *     decode<1, *>        128        256
- *     decode<2, *>        144        256
+ *     decode<2, *>        160        256
  *     decode<*, true>     255        256
- *     decode<4, 256, *>   184        256
+ *     decode<4, 256, *>   192        256
  *     decode<4, *>        168        256
  *     decode<8, *>        255        256
  *     decode<16, *>       255        256
