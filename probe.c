@@ -52,7 +52,7 @@ __attribute__((target("avx2"))) static int dots_avx2(int64_t rounds)
     __m256i x = _mm256_set1_epi8(1), w = _mm256_set1_epi8(2), one = _mm256_set1_epi16(1), sum[SUMS / 2] = { 0 };
     for (int64_t r = 0; r < rounds; r++) {
         __m256i part[SUMS / 2] = { 0 };
-        for (int k = 0; k < 8; k++)
+        _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
             EACH_SUM(SUMS / 2) {
                 OPAQUE(x);
                 part[i] = _mm256_add_epi16(part[i], _mm256_maddubs_epi16(w, x));
