@@ -5,7 +5,7 @@ import random
 
 import pytest
 from conftest import BUILD
-from test_cuda import SMALL, emulate, emulated, steps
+from test_cuda import SMALL, at_once, emulate, emulated, steps
 
 GEN = BUILD / "emulated" / "gen"
 TEXT = "".join(random.Random(1).choices("abcdefgh ", k=2000))
@@ -35,14 +35,16 @@ def test_stores(model, tmp_path, name, kinds, more):
     """A second run starts with what the first one kept, whatever its pages; what the processor wrote is not taken."""
     path, types = model(name), ["-ctk", kinds[0], "-ctv", kinds[1]]
     prompt, other = TEXT[:150], TEXT[:100] + "xyz"
-    for how, is_file in ("--prompt-cache", True), ("--prefix-cache", False):
+    cold = at_once(lambda text: answer(path, text, *types), (prompt, other))
+
+    def check(how, is_file):
         store = [how, tmp_path / how, *types]
-        cold = [answer(path, p, *types) for p in (prompt, other)]
         assert answer(path, prompt, *store) == cold[0] and cold[0][1] == 0
         assert answer(path, prompt, *store, *more) == (cold[0][0], 128)
         assert answer(path, other, *store, *(["--prompt-cache-ro"] if is_file else [])) == (cold[1][0], 96)
         assert answer(path, prompt, *store, backend="cpu")[1] == 0
         assert answer(path, prompt, *store)[1] == (0 if is_file else 128)        # the file is now the processor's
+    at_once(check, ("--prompt-cache", "--prefix-cache"), (True, False))
 
 
 @pytest.mark.parametrize("saver", ["cuda", "cpu"])
@@ -68,12 +70,12 @@ def test_eviction(model, name, rule, k, v):
     """The same rows are kept as on the processor. The rest is numbers of the cache that are rounded the other way, as without
     eviction (which f32 shows): here the cache cannot start from the CPU's blocks. The same bits come out in any order of threads."""
     words = dict(k=k, v=v, evict=rule, budget=160, prompt=200, steps=35, ctx=256)
-    r = steps(model(name), **words)
+    r, other = at_once(lambda settings, cpu: steps(model(name), settings, cpu=cpu, **words), ("", "seed=3"), (1, 0))
     exact = k == "f32"
     assert r["kept"] > 0 and r["alike"] == r["kept"], r
     for kind in "prefill", "decode", "together":
         assert r[kind] <= (1e-4 if exact else 3e-2), r
-    assert steps(model(name), "seed=3", cpu=0, **words)["hash"] == r["hash"]
+    assert other["hash"] == r["hash"]
 
 
 # ---- pages beyond the device's memory
@@ -84,9 +86,10 @@ def test_the_same_bits_beyond_memory(model, name, more):
     """Pages in the host's memory are read and written where they are."""
     words = [GEN, "-m", model(name), "-p", TEXT[:200], "--backend", "cuda", "--temp", 0, "--ignore-eos", "-n", 4, "-c", 384, "--json", "-q",
              *more]
-    whole = json.loads(emulate(*words))
-    for size in 1, 60_000:
-        part = json.loads(emulate(*words, "--kv-memory", size, "--kv-offload", "host", settings=f"memory={80 << 20}"))
+    small = lambda size: emulate(*words, "--kv-memory", size, "--kv-offload", "host", settings=f"memory={80 << 20}")
+    sizes = 1, 60_000
+    whole, *parts = map(json.loads, at_once(lambda size: small(size) if size else emulate(*words), (None, *sizes)))
+    for size, part in zip(sizes, parts):
         assert part["logits_sha256"] == whole["logits_sha256"] and part["tokens"] == whole["tokens"]
         assert part["kv"]["bytes_reserved"] <= size < whole["kv"]["bytes_reserved"]
 
@@ -99,9 +102,9 @@ def test_parked_sequences(tiny, tmp_path):
     words = [GEN, "-m", tiny(arch="llama", layers=1, embd=32, ff=32, head_k=32, heads=1, kv_heads=1), "--batch", lines, "--backend",
              "cuda", "--temp", 0, "--ignore-eos", "-n", 60, "-c", 256, "-np", 3, "--no-share", "-ctk", "f32", "-ctv", "f32"]
     read = lambda out: [json.loads(line)["response"]["text"] for line in out.splitlines()]
-    part = emulated(*words, "--kv-memory", "60K", "--kv-offload", "host", "--progress", "json")
-    assert part.returncode == 0, part.stderr
-    assert read(part.stdout) == read(emulate(*words))
+    part, whole = at_once(lambda more: emulated(*words, *more, "--progress", "json"), (["--kv-memory", "60K", "--kv-offload", "host"], []))
+    assert part.returncode == whole.returncode == 0, part.stderr + whole.stderr
+    assert read(part.stdout) == read(whole.stdout)
     last = json.loads(part.stderr.splitlines()[-1])
     assert last["bytes_out"] >= last["bytes_in"] > 0, last
 
