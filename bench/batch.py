@@ -37,7 +37,7 @@ def gen(o, lines, *args):
         file.write("".join(json.dumps(line) + "\n" for line in lines))
         file.flush()
         command = [o.gen, "-q", "-m", o.model, "--batch", file.name, "-o", "/dev/null", "--progress", "json", "-n",
-                   str(o.tokens), "--ignore-eos", "--temp", "0", *args]
+                   str(o.tokens), "--ignore-eos", "--temp", "0", "-t", o.threads, *args]
         r = subprocess.run(command, capture_output=True, text=True)
     if r.returncode != 0:
         sys.exit(r.stderr)
@@ -49,8 +49,8 @@ def peer(o, length, parallel):
     best = None
     for flash in "on", "off":
         command = [f"{o.peer}/build/bin/llama-batched-bench", "-m", o.model, "-c", str(parallel * (length + o.tokens + 8)),
-                   "-b", "2048", "-ub", "512", "-npp", str(length), "-ntg", str(o.tokens), "-npl", str(parallel), "-t", "2",
-                   "-fa", flash, "--output-format", "jsonl"]
+                   "-b", "2048", "-ub", "512", "-npp", str(length), "-ntg", str(o.tokens), "-npl", str(parallel),
+                   "-t", o.threads, "-fa", flash, "--output-format", "jsonl"]
         r = subprocess.run(command, capture_output=True, text=True)
         rows = [json.loads(line) for line in r.stdout.splitlines() if line.startswith("{")]
         if r.returncode != 0 or not rows:
@@ -66,13 +66,15 @@ def server(o, lines):
         port = s.getsockname()[1]
     n, address = int(o.parallel), f"http://127.0.0.1:{port}"
     longest = max(len(line["prompt"]) for line in lines)
-    run = subprocess.Popen([f"{o.peer}/build/bin/llama-server", "-m", o.model, "-np", str(n), "-t", "2", "--port", str(port),
-                            "-c", str(n * (longest // 2 + o.tokens))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [f"{o.peer}/build/bin/llama-server", "-m", o.model, "-t", o.threads, "-np", str(n),
+               "-c", str(n * (longest // 2 + o.tokens)), "--no-cache-prompt", "--port", str(port)]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def ask(line):
         body = {"prompt": line["prompt"], "n_predict": o.tokens, "ignore_eos": True, "temperature": 0}
-        words = urllib.request.Request(f"{address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        return json.load(urllib.request.urlopen(words))["tokens_predicted"]
+        request = urllib.request.Request(f"{address}/completion", json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(request))["tokens_predicted"]
 
     try:
         for _ in range(600):
@@ -111,6 +113,7 @@ def main():
     p.add_argument("--lines", type=int, default=64)
     p.add_argument("--tokens", type=int, default=128)
     p.add_argument("--parallel", default="16")
+    p.add_argument("--threads", default="2", help="of gen and of its peers")
     p.add_argument("--peer-parallel", default="16")
     p.add_argument("--budget", default="9M", help="memory for the caches in the part `tier`")
     p.add_argument("--parts", default="mixed,tier,peer,server,shared")
