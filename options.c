@@ -133,11 +133,13 @@ const struct option_row option_table[] = {
       "by their long names, or plain text where the file's name ends with .txt; - is standard input. The answers are "
       "JSON lines in the same order." },
     { GROUP_BATCH, "output", 'o', "FILE", NULL, OPT_TEXT, 0, 0, AT(output), 0, IN(BATCH),
-      "Write the answers to FILE instead of standard output, each line as soon as it is known." },
+      "Write the answers to FILE instead of standard output, each line as soon as it is known. What FILE held is gone, "
+      "unless --resume is given." },
     { GROUP_BATCH, "parallel", 0, "N", "16", OPT_INT, 1, MOST_PARALLEL, AT(parallel), 0, IN(BATCH),
       "Lines computed together; -np means the same. Answers never depend on it." },
     { GROUP_BATCH, "resume", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(resume), 0, IN(BATCH),
-      "Go on with the --output of a run that was ended: lines that are answered there are left out." },
+      "Go on with the --output of a run that was ended: lines that have an answer or an error there are "
+      "left out." },
     { GROUP_BATCH, "unordered", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(unordered), 0, IN(BATCH),
       "Write each answer when it is ready, whatever the order of the lines." },
     { GROUP_BATCH, "samples", 0, "N", "1", OPT_INT, 1, 1024, AT(samples), 0, IN(BATCH),
