@@ -166,6 +166,7 @@ def test_more_work_than_memory(gen, model, tmp_path, offload):
     assert r.rc == 0 and answers(r) == whole
     assert last["given_up"] > 0 and (last["bytes_out"] > 0) == offload and not list(tmp_path.iterdir())
     assert last["repeated_tokens"] > 0 or offload
+    assert last["longest_wait_ms"] > last["median_step_ms"] and last["longest_gap_ms"] > 0
 
 
 @pytest.mark.parametrize("args", [[], ["--no-share"], ["--evict", "snapkv", "--kv-budget", "256"], ["--window", "64"]])
