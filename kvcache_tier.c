@@ -1,5 +1,5 @@
-/* kvcache_tier.c - pages in memory within a budget, and beyond it in a mapped file, or in the memory of a device's host. A page is moved by copying it and
- * changing its number in the tables that own it. */
+/* kvcache_tier.c - pages in memory within a budget, and beyond it in a mapped file, or in the memory of a device's
+ * host. A page is moved by copying it and changing its number in the tables that own it. */
 #define _GNU_SOURCE
 #include "kvcache_pool.h"
 
