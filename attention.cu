@@ -91,7 +91,7 @@ static __device__ inline blocks blocks_of(const kv_sequence &s, int pos, int las
 }
 static __device__ inline int block_number(const blocks &b, int i) { return i < b.sinks ? i : b.first + i - b.sinks; }
 
-/* Bytes of a row of codes: of a channel's 32 keys, of a token's values. */
+/* Bytes of a row of codes, of types below f32: of a channel's 32 keys, of a token's values (int4: of two tokens'). */
 static __device__ inline int key_row(kv_type t) { return t >= KV_FP8 ? t == KV_INT4 ? 16 : 32 : 64; }
 static __device__ inline int value_row(kv_type t, int head) { return t >= KV_FP8 ? head : 2 * head; }
 
@@ -459,10 +459,10 @@ static __device__ inline void put_column(float *q, int stride, int g, const floa
 
 /* ---- the same with tensor cores: 8 or 16 queries, a cache of anything but f32 ------------------------------------ */
 
-/* A lane has query lane / 4 and, of 16, that one's neighbour 8 further on; of a product's columns those of lane % 4 * 2
- * and the next one. Columns of scores are tokens, of outputs channels: score_token and output_channel say which. l is
- * this lane's part of the sum. o is in 2^-15 units: the weights that make it up are multiplied by 2^15 / unit, so that
- * they keep their bits as halves; unit is a power of two, and more than 1 only where the values' scales are. */
+/* A lane has query lane / 4 and, of 16, that one's neighbour 8 further on; of each eight columns of a product number
+ * lane % 4 * 2 and the next one. Columns of scores are tokens, of outputs channels: in_column says which. l is this
+ * lane's part of the sum. o is the sum times 2^15 / unit, so that the weights keep their bits as halves; unit is a power
+ * of two, and more than 1 only where a scale of the values has been. */
 template <int G, int HV> struct tensor_state { float m[G / 8], l[G / 8], unit, o[HV / 8][G / 4]; };
 
 template <int G, int HV> static __device__ inline void start(tensor_state<G, HV> &s)
@@ -476,11 +476,10 @@ template <int G, int HV> static __device__ inline void start(tensor_state<G, HV>
         for (int i = 0; i < G / 4; i++) s.o[n][i] = 0;
 }
 
-/* The token of 16 in column i of their scores. Bytes come from shared memory in pairs, of which each half makes up
- * eight columns (`pairs`: the keys are of a type of 8 or 4 bits). */
-static __device__ inline int score_token(bool pairs, int i) { return pairs ? i % 8 * 2 + i / 8 : i; }
-/* The same of channels, where the cache's values are such a type. */
-static __device__ inline int output_channel(bool pairs, int i) { return score_token(pairs, i); }
+/* The one of 16 tokens that column i of their scores stands for. Bytes come from shared memory in pairs: eight columns
+ * are made of the first ones, eight of the second (`pairs`: the keys are of a type of 8 or 4 bits). The same of the
+ * channels of an output, where the cache's values are of such a type. */
+static __device__ inline int in_column(bool pairs, int i) { return pairs ? i % 8 * 2 + i / 8 : i; }
 
 /* x = high + low, each a half: up to 2^-22 of it; or a bfloat16: up to 2^-17. */
 template <bool BF16>
@@ -527,7 +526,7 @@ static __device__ inline uint32_t small_scales(const unsigned char *s, int a, in
     return pair_halves(kv_small_scale(s[a]), kv_small_scale(s[b]));
 }
 
-/* The codes of 16 channels from d on as right factors: column i of b[j] is token 16 * (j / 2) + score_token(8 * (j % 2)
+/* The codes of 16 channels from d on as right factors: column i of b[j] is token 16 * (j / 2) + in_column(8 * (j % 2)
  * + i). */
 template <int T> static __device__ inline void key_factors(const unsigned char *codes, int d, uint32_t b[4][2])
 {
@@ -602,7 +601,7 @@ static __device__ inline void tensor_scores_of(const unsigned char *tile, int he
         for (int j = 0; j < 4; j++)
             UNROLL
             for (int i = 0; i < WORDS; i++) {
-                int token = 16 * (j / 2) + score_token(true, 8 * (j % 2) + pair + i % 2);
+                int token = 16 * (j / 2) + in_column(true, 8 * (j % 2) + pair + i % 2);
                 x[j][i] = by_token ? fmaf(sum[j][i], scale_of<T>(scales, block * KV_BLOCK + token), x[j][i])
                                    : sum[j][i] + zero[i];
             }
@@ -628,7 +627,7 @@ template <int T>
 static __device__ inline void value_factors(const unsigned char *codes, int head_v, int d, bool pairs, bool paired,
                                             uint32_t b[2][4])
 {
-    int lane = threadIdx.x % WARP, token = score_token(pairs, lane % 16), row = value_row((kv_type)T, head_v);
+    int lane = threadIdx.x % WARP, token = in_column(pairs, lane % 16), row = value_row((kv_type)T, head_v);
     const places p = places_of(row);
     if (T == KV_INT4) {
         uint32_t r[2];
@@ -653,7 +652,7 @@ static __device__ inline void value_factors(const unsigned char *codes, int head
             uint32_t w[2];
             UNROLL
             for (int k = 0; k < 2; k++) {
-                int t = i / 2 * 16 + score_token(pairs, 8 * (i % 2) + lane % 4 * 2 + k), at = t * row + 2 * d;
+                int t = i / 2 * 16 + in_column(pairs, 8 * (i % 2) + lane % 4 * 2 + k), at = t * row + 2 * d;
                 w[k] = *(const uint32_t *)(codes + place(at + lane / 16 * 16, p) + lane / 4 % 4 * 4);
             }
             b[i / 2][i % 2] = __byte_perm(w[0], w[1], 0x5410);
@@ -679,7 +678,7 @@ static __device__ inline void add_tensor_values(const attention &a, const unsign
             UNROLL
             for (int i = 0; i < 4; i++) {                  /* eight tokens in the order of the scores, of them two */
                 int t = 8 * (i % 2) + threadIdx.x % 4 * 2, at = n / 2 * KV_BLOCK + i / 2 * 16;
-                int t0 = at + score_token(pairs, t), t1 = at + score_token(pairs, t + 1);
+                int t0 = at + in_column(pairs, t), t1 = at + in_column(pairs, t + 1);
                 float f0 = by_token ? factor * scale_of<T>(tile, t0) : factor;
                 float f1 = by_token ? factor * scale_of<T>(tile, t1) : factor;
                 if (T == KV_INT4) scale[i / 2][i % 2] = small_scales(tile, t0, t1);
@@ -757,7 +756,7 @@ static __device__ inline void step(const attention &a, const kv_store &types, co
         float top = s.m[r], sum = 0;
         UNROLL
         for (int j = 0; j < 8; j++) {
-            int t = j / 4 * 16 + score_token(pairs, j / 2 % 2 * 8 + lane % 4 * 2 + j % 2);
+            int t = j / 4 * 16 + in_column(pairs, j / 2 % 2 * 8 + lane % 4 * 2 + j % 2);
             float &y = x[j / 2][2 * r + j % 2];
             if (a.cap > 0) y = a.cap * tanhf(y / a.cap);
             if (t < from || t > to) y = -INFINITY;
@@ -799,7 +798,7 @@ static __device__ inline void put_part(const attention &a, const tensor_state<G,
         for (int n = 0; n < HV / 8; n++)
             UNROLL
             for (int i = 0; i < 2; i++) {
-                int d = n / 2 * 16 + output_channel(paired, n % 2 * 8 + lane % 4 * 2 + i);
+                int d = n / 2 * 16 + in_column(paired, n % 2 * 8 + lane % 4 * 2 + i);
                 if (d < a.head_v) part[2 + d] = s.o[n][2 * r + i] * (0x1p-15f * s.unit);
             }
     }
@@ -1235,7 +1234,7 @@ static __host__ __device__ constexpr int prefill_warps(bool tensor) { return ten
 static __host__ __device__ inline int prefill_floats(const attention &a, bool tensor)
 {
     int wide = a.head_k > a.head_v ? a.head_k : a.head_v;
-    return PREFILL_QUERIES * (a.head_k + (tensor ? 0 : KV_BLOCK)) + prefill_warps(tensor) * ((wide + 3) / 4 * 4);
+    return a.queries * (a.head_k + (tensor ? 0 : KV_BLOCK)) + prefill_warps(tensor) * ((wide + 3) / 4 * 4);
 }
 
 /* TENSOR: see tensor_takes. */
@@ -1255,14 +1254,14 @@ prefill_kernel(const __grid_constant__ attention a)
     blocks seen = blocks_of(s, row.pos, high);
 
     int wide = ((a.head_k > a.head_v ? a.head_k : a.head_v) + 3) / 4 * 4;
-    float *q = (float *)smem, *x = q + a.head_k * PREFILL_QUERIES + warp * wide;
-    float *p = q + a.head_k * PREFILL_QUERIES + WARPS * wide + warp * EACH * KV_BLOCK;
+    float *q = (float *)smem, *x = q + a.head_k * a.queries + warp * wide;
+    float *p = q + a.head_k * a.queries + WARPS * wide + warp * EACH * KV_BLOCK;
     unsigned char *stages = (unsigned char *)(q + prefill_floats(a, TENSOR));
     int stage_bytes = k_room(a) + v_room(a), n_stages = a.stages;
 
     typename kind<EACH, HV, TENSOR>::state st;
     start(st);
-    for (int i = threadIdx.x; i < a.head_k * PREFILL_QUERIES; i += blockDim.x) q[i] = 0;
+    for (int i = threadIdx.x; i < a.head_k * a.queries; i += blockDim.x) q[i] = 0;
     for (int sinks = 1; sinks >= 0; sinks--) {
         int from = sinks ? 0 : seen.sinks, to = sinks ? seen.sinks : seen.count;
         if (from >= to) continue;
@@ -1313,10 +1312,11 @@ prefill_kernel(const __grid_constant__ attention a)
         __pipeline_wait_prior(0);
     }
 
-    /* Where queries and stages were: [PREFILL_QUERIES][head_v + 2]. */
+    /* Where queries and stages were: [queries][head_v + 2]. */
     int stride = a.head_v + 2;
     float *part = (float *)smem + warp * EACH * stride;
     __syncthreads();
+    if (warp * EACH >= n_q) return;
     put_part(a, st, part, stride);
     __syncwarp();
     for (int i = warp * EACH; i < (warp + 1) * EACH && i < n_q; i++, part += stride)
@@ -1438,7 +1438,7 @@ const char *attention_refuses(int head_k, int head_v, int group)
     return NULL;
 }
 
-/* Tensor cores take codes of 8 and 16 bits, in rows of whole 16 bytes. */
+/* Tensor cores take codes that are halves or bfloat16, in rows of whole 16 bytes. */
 static bool tensor_takes(const attention &a)
 {
     return a.main.type_k != KV_F32 && a.main.type_v != KV_F32 && a.head_k % 16 == 0 && a.head_v % 16 == 0;
@@ -1485,16 +1485,20 @@ struct attention_launch attention_seal(const struct attention *a, int n_rows)
     return { "attention seal", seal_kernel, dim3(a->n_kv, n_rows, 2), dim3(128), 0 };
 }
 
-static size_t prefill_shared(const attention *a, int stages)
+static size_t prefill_shared(const attention *a)
 {
-    size_t meet = (size_t)PREFILL_QUERIES * (a->head_v + 2) * sizeof(float);
-    size_t all = prefill_floats(*a, tensor_takes(*a)) * sizeof(float) + (size_t)stages * (k_room(*a) + v_room(*a));
+    size_t meet = (size_t)a->queries * (a->head_v + 2) * sizeof(float);
+    size_t all = prefill_floats(*a, tensor_takes(*a)) * sizeof(float) + (size_t)a->stages * (k_room(*a) + v_room(*a));
     return all > meet ? all : meet;
 }
 
-int attention_prefill_stages(const struct attention *a, size_t shared_limit)
+void attention_fit(struct attention *a, size_t shared_limit)
 {
-    return prefill_shared(a, 2) <= shared_limit ? 2 : 1;
+    a->stages = 2, a->queries = PREFILL_QUERIES;
+    if (prefill_shared(a) <= shared_limit) return;
+    a->stages = 1;
+    while (prefill_shared(a) > shared_limit && a->queries / 2 >= 16 && a->queries / 2 >= a->n_head / a->n_kv)
+        a->queries /= 2;
 }
 
 template <bool TENSOR> static attention_launch prefill_of(const attention *a, int n_runs)
@@ -1502,7 +1506,7 @@ template <bool TENSOR> static attention_launch prefill_of(const attention *a, in
     return { "attention prefill",
              a->head_v <= 64 ? prefill_kernel<64, TENSOR> : a->head_v <= 128 ? prefill_kernel<128, TENSOR>
              : prefill_kernel<256, TENSOR>,
-             dim3(a->n_kv, n_runs), dim3(prefill_warps(TENSOR) * WARP), prefill_shared(a, a->stages) };
+             dim3(a->n_kv, n_runs), dim3(prefill_warps(TENSOR) * WARP), prefill_shared(a) };
 }
 
 struct attention_launch attention_prefill(const struct attention *a, int n_runs)

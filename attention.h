@@ -54,7 +54,7 @@ struct attention {
     unsigned *arrived;                 /* [rows][n_kv * attention_parts], zero between launches */
     /* prefill */
     const struct kv_run *runs;
-    int stages;                        /* tiles in shared memory, 1 or 2: attention_prefill_stages */
+    int stages, queries;               /* tiles in shared memory, rows of a run times query heads: attention_fit */
     /* importance eviction: what keys are looked at; see struct kv_view */
     float *peaks;                      /* [rows][n_head][2] maximum and sum of a query's weights; NULL = not wanted */
     const float *votes;                /* [rows] what a query's weight of 1 counts; 0 = nothing */
@@ -116,7 +116,8 @@ struct compaction_launch {
     size_t shared;
 };
 struct compaction_launch attention_compact(const struct compaction *c, int n_layer);
-int attention_prefill_stages(const struct attention *a, size_t shared_limit);
+/* Sets `stages` and `queries` (16 to PREFILL_QUERIES) to what fits; `shared_limit` as above. */
+void attention_fit(struct attention *a, size_t shared_limit);
 
 /* Why heads of these sizes are not served; NULL = they are. */
 const char *attention_refuses(int head_k, int head_v, int group);

@@ -1160,7 +1160,7 @@ static attention attention_of(const struct gpu *c, const device_layer &l, int n,
     a.part = c->part;
     a.arrived = c->arrived;
     a.runs = c->dev.runs;
-    a.stages = attention_prefill_stages(&a, c->shared_limit);
+    attention_fit(&a, c->shared_limit);
     if (c->evicts && l.group == KV_GLOBAL) {
         a.peaks = c->peaks;
         a.votes = c->dev.votes;
@@ -1185,7 +1185,7 @@ static void attend(struct gpu *c, const device_layer &l, int n, int n_runs, bool
         if (a.raw.base) launch_attention(c, attention_seal(&a, n), a);
     }
     launch_attention(c, alone ? attention_decode(&a, n, c->shared_limit) : attention_prefill(&a, n_runs), a);
-    if (a.peaks) launch_attention(c, attention_mass(&a, n_runs, alone ? 1 : PREFILL_QUERIES / (a.n_head / a.n_kv)), a);
+    if (a.peaks) launch_attention(c, attention_mass(&a, n_runs, alone ? 1 : a.queries / (a.n_head / a.n_kv)), a);
 }
 
 /* c->gate[n][n_ff] = the gated activation. */
@@ -1427,6 +1427,7 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
         for (end = r + 1; end < n && batch->rows[end].sequence == batch->rows[r].sequence; end++) alone = false;
         put_sequence(c, batch, r, end);
     }
+    int queries = attention_of(c, c->layers[0], n, false).queries;     /* all layers' tiles have one size */
     for (int r = 0, k = 0; r < n; r++) {
         const struct row *row = &batch->rows[r];
         const struct kv_view *views = batch->views[row->sequence];
@@ -1435,7 +1436,7 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
         if (c->evicts) c->host.votes[r] = vote(&views[KV_GLOBAL], row->pos);
         if (row->want == WANT_LOGITS) c->host.wanted[k++] = r;
         kv_run *run = n_runs ? &c->host.runs[n_runs - 1] : NULL;
-        if (run && batch->rows[run->row].sequence == row->sequence && (run->n + 1) * group <= PREFILL_QUERIES &&
+        if (run && batch->rows[run->row].sequence == row->sequence && (run->n + 1) * group <= queries &&
             batch->rows[run->row].pos / KV_BLOCK == row->pos / KV_BLOCK)
             run->n++;
         else c->host.runs[n_runs++] = { r, 1 };

@@ -98,6 +98,12 @@ def test_tensor_cores(model, k, v, heads, head, words):
     compare(model(heads=heads, kv_heads=1, head_k=head, layers=1), k=k, v=v, **words)
 
 
+@pytest.mark.parametrize("kind", ["f16", "int8"])
+def test_little_shared_memory(model, kind):
+    """A device whose blocks have 99 KiB (compute capability 8.6, 8.9): prompts go in smaller pieces where heads are large."""
+    compare(model(heads=4, kv_heads=1, head_k=256, layers=1), settings=f"shared={99 << 10}", k=kind, v=kind)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_large_scales(model, kind):
     """Values whose scales are more than 1, so that the weights have another unit; layers add them to what they outweigh."""

@@ -654,7 +654,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device)
 {
     cudaError_t e = cudaSetDevice(device);
     if (e) return e;
-    *p = cudaDeviceProp{ "the emulator", options().memory, STATIC_SHARED, MOST_SHARED, SM_SHARED, 9, 0, 4,
+    *p = cudaDeviceProp{ "the emulator", options().memory, STATIC_SHARED, options().shared, SM_SHARED, 9, 0, 4,
                          (int)MOST_THREADS, 1 << 20, (int)WARP, 65536 };
     return cudaSuccess;
 }

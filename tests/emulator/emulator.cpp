@@ -19,7 +19,7 @@ namespace emulator {
 const settings &options()
 {
     static const settings s = [] {
-        settings r = { 0, (size_t)1 << 30, (size_t)1 << 30, 1, 13000, 0, "" };
+        settings r = { 0, (size_t)1 << 30, (size_t)1 << 30, MOST_SHARED, 1, 13000, 0, "" };
         const char *text = getenv("CUDA_EMULATOR");
         std::string all = text ? text : "";
         for (size_t i = 0, j; i < all.size(); i = j + 1) {
@@ -29,6 +29,7 @@ const settings &options()
             if (name == "seed") r.seed = strtoull(value.c_str(), NULL, 10);
             else if (name == "memory") r.memory = strtoull(value.c_str(), NULL, 10);
             else if (name == "pinned") r.pinned = strtoull(value.c_str(), NULL, 10);
+            else if (name == "shared") r.shared = strtoull(value.c_str(), NULL, 10);
             else if (name == "devices") r.devices = atoi(value.c_str());
             else if (name == "driver") r.driver = atoi(value.c_str());
             else if (name == "fail") r.fail = atol(value.c_str());
@@ -247,9 +248,9 @@ static std::map<const void *, size_t> opted;       /* dynamic shared memory that
 cudaError_t opt_in(const void *kernel, cudaFuncAttribute attribute, int value)
 {
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-    if (value < 0 || (size_t)value + static_shared(kernel) > MOST_SHARED)
+    if (value < 0 || (size_t)value + static_shared(kernel) > options().shared)
         die("kernel %s: %d bytes of dynamic and %zu of static shared memory; the most is %zu",
-            kernel_name(kernel).c_str(), value, static_shared(kernel), MOST_SHARED);
+            kernel_name(kernel).c_str(), value, static_shared(kernel), options().shared);
     opted[kernel] = (size_t)value;
     return cudaSuccess;
 }

@@ -22,6 +22,7 @@
  * Environment: CUDA_EMULATOR, words NAME=VALUE with commas between them:
  *   seed=N        order of threads and blocks (0)
  *   pinned=BYTES  what may be pinned of the host's (1 GiB)
+ *   shared=BYTES  shared memory that a block may ask for (227 KiB, which is the most)
  *   memory=BYTES  device memory (1 GiB)          devices=N  (1)          driver=N  version of the driver (13000)
  *   fail=N        the N-th API call that may fail returns cudaErrorUnknown
  *   counters=FILE at the end, a JSON object of what each kernel did, and of the bytes copied to the host
@@ -50,7 +51,7 @@ constexpr unsigned MOST_THREADS = 1024, WARP = 32;
 /* CUDA_EMULATOR, read once. */
 struct settings {
     uint64_t seed;
-    size_t memory, pinned;
+    size_t memory, pinned, shared;
     int devices, driver;
     long fail;
     std::string counters;
