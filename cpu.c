@@ -809,11 +809,13 @@ static void attended_piece(struct cpu *c, int i, int thread)
 
 /* ---- matrix products --------------------------------------------------------------------------------------------- */
 
-/* Rows of a product handed out at once: whole tiles and quantisation blocks, several pieces per thread. */
+/* Rows of a product handed out at once: whole tiles and quantisation blocks. A few pieces per thread even out what the
+ * threads take; each more costs a counter that all of them want. */
+enum { PRODUCTS_EACH = 4, ROWS_MOST = 2048 };
 static int chunk_rows(const struct cpu *c, int64_t rows)
 {
-    int64_t n = rows / (team_size(c->team) * 8) / 32 * 32;
-    return n < 32 ? 32 : n > 256 ? 256 : (int)n;
+    int64_t pieces = team_size(c->team) * PRODUCTS_EACH, n = (rows + 32 * pieces - 1) / (32 * pieces) * 32;
+    return n < ROWS_MOST ? (int)n : ROWS_MOST;
 }
 
 static int pieces_of(const struct cpu *c, const struct weight *w, int n)
