@@ -109,6 +109,20 @@ static struct engine_options resolved(const struct model *m, struct engine_optio
     return o;
 }
 
+/* Rows of a prefill chunk: those that are asked for, or CHUNK; fewer where what the cache keeps of a chunk beside its
+ * sequence, in windows and as raw rows of sealed types, would take more than an eighth of a limited memory. */
+static int chunk_rows(const struct engine_options *o, const struct plan *p)
+{
+    int64_t rows = o->batch > 0 ? o->batch : CHUNK;
+    double row = 0;                    /* bytes */
+    for (int g = 0; g < KV_GROUPS; g++) {
+        if (kv_sealed(o->type_k) || kv_sealed(o->type_v)) row += kv_token_bytes(&p->raw[g]);
+        if (g == KV_LOCAL || o->window > 0) row += kv_token_bytes(&p->main[g]);
+    }
+    while (!o->batch && o->kv_memory && rows > KV_BLOCK && (double)rows * row > (double)o->kv_memory / 8) rows /= 2;
+    return (int)(rows < p->seen ? rows : p->seen);
+}
+
 /* Shapes of the page pools that the options ask for. */
 static bool plan_pools(const struct model *m, const struct engine_options *o, struct plan *p, struct error *e)
 {
@@ -126,20 +140,21 @@ static bool plan_pools(const struct model *m, const struct engine_options *o, st
     if (page < KV_BLOCK || page % KV_BLOCK || page > INT32_MAX - KV_BLOCK)
         return fail(e, GEN_USAGE, "--page-size %lld is not a multiple of %d from %d up", (long long)page, KV_BLOCK,
                     KV_BLOCK);
-    int64_t rows = o->batch > 0 ? o->batch : CHUNK;
-    p->chunk = (int)(rows < p->seen ? rows : p->seen);
+    int layers[KV_GROUPS] = { 0 };
+    for (int i = 0; i < m->n_layer; i++) layers[m->layers[i].local ? KV_LOCAL : KV_GLOBAL]++;
+    for (int g = 0; g < KV_GROUPS; g++) {
+        p->main[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, o->type_k, o->type_v, (int)page };
+        p->raw[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, kv_raw_type(o->type_k),
+                                       kv_raw_type(o->type_v), KV_BLOCK };
+    }
+    p->chunk = chunk_rows(o, p);
     int64_t spare = WINDOW_MARGIN + p->chunk + EXTEND_ROWS;     /* tokens beside those that a windowed query sees */
     int64_t per_sequence = o->window > 0 ? (p->seen + spare) / page + 4 : (p->ctx + page - 1) / page;
     if (per_sequence > INT32_MAX / o->max_sequences)
         return fail(e, GEN_USAGE, "a context of %lld tokens for %d sequences is too large to address: lower --ctx-size",
                     (long long)p->ctx, o->max_sequences);
-    int layers[KV_GROUPS] = { 0 };
-    for (int i = 0; i < m->n_layer; i++) layers[m->layers[i].local ? KV_LOCAL : KV_GLOBAL]++;
     for (int g = 0; g < KV_GROUPS; g++) {
         int64_t most = g == KV_LOCAL ? (m->window + spare) / page + 2 : per_sequence;
-        p->main[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, o->type_k, o->type_v, (int)page };
-        p->raw[g] = (struct kv_shape){ layers[g], m->n_kv, m->head_k, m->head_v, kv_raw_type(o->type_k),
-                                       kv_raw_type(o->type_v), KV_BLOCK };
         p->main_pages[g] = layers[g] ? (int)((most < per_sequence ? most : per_sequence) * o->max_sequences) : 0;
         /* block 0, the last two, one being begun, and block 0 of a text that is gone; and the rows of a batch */
         bool sealed = layers[g] && (kv_sealed(o->type_k) || kv_sealed(o->type_v));

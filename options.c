@@ -715,10 +715,19 @@ static bool evicts(const struct options *o, struct error *e)
     return true;
 }
 
+/* The option that chose the task; NULL where none did. */
+static const struct option_row *task_of(const struct options *o)
+{
+    for (int i = 0; i < n_options; i++)
+        if (o->given[i] && option_table[i].kind == OPT_MODE && option_table[i].mode == o->mode) return &option_table[i];
+    return NULL;
+}
+
 /* Refuses options that would do nothing, and combinations that contradict each other. */
 static bool consistent(const struct options *o, struct error *e)
 {
-    char name[40];
+    char name[40], other[40];
+    const struct option_row *task = task_of(o);
     for (int i = 0; i < n_options; i++) {
         const struct option_row *row = &option_table[i];
         if (!o->given[i] || !row->modes || row->modes & 1u << o->mode) continue;
@@ -733,8 +742,8 @@ static bool consistent(const struct options *o, struct error *e)
             return fail(e, GEN_USAGE, "%s does nothing without --bench or --batch FILE", option_display(row, name));
         if (row->modes == IN(BENCH))
             return fail(e, GEN_USAGE, "%s does nothing without --bench", option_display(row, name));
-        return fail(e, GEN_USAGE, "%s does nothing with the task that was chosen: leave one of them out",
-                    option_display(row, name));
+        return fail(e, GEN_USAGE, "%s does nothing with %s: leave one of them out", option_display(row, name),
+                    task ? option_display(task, other) : "text to go on with");
     }
     if (o->mode == MODE_KV_REPORT && (!o->file || o->no_kv_cache))
         return fail(e, GEN_USAGE, o->file ? "--kv-report compares caches: leave out --no-kv-cache"

@@ -14,13 +14,16 @@ def model(tmp_path_factory):
                         ff=64, ctx=4096)
 
 
+CHUNK = ["-b", "512"]                   # left to itself it is smaller where the memory is small
+
+
 def reserved(gen, model, ctx, k, v):
-    run = json.loads(gen.ok("-m", model, "--dry-run", "--json", "-c", str(ctx), "-ctk", k, "-ctv", v).text)
+    run = json.loads(gen.ok("-m", model, *CHUNK, "--dry-run", "--json", "-c", str(ctx), "-ctk", k, "-ctv", v).text)
     return next(c["reserved_bytes"] for c in run["cache"] if (c["type_k"], c["type_v"]) == (k, v))
 
 
 def run(gen, model, *args):
-    r = gen.ok("-m", model, "--temp", "0", "-p", "ab", "-n", "2", "--json", *args)
+    r = gen.ok("-m", model, *CHUNK, "--temp", "0", "-p", "ab", "-n", "2", "--json", *args)
     kv = json.loads(r.text)["kv"]
     return kv["type_k"], kv["type_v"], kv["bytes_reserved"], r.err
 
@@ -33,7 +36,7 @@ def test_finest_pair_that_fits(gen, model):
             k, v, got, err = run(gen, model, "-c", "4096", "-ctk", "auto", "-ctv", "auto", "--kv-memory", str(budget))
             assert (k, v, got) == (*pair, bytes_)
             assert f"4096 tokens: keys {k}, values {v}" in err
-    line = gen.refused("-q", "-m", model, "-p", "ab", "-c", "4096", "-ctk", "auto", "-ctv", "auto", "--kv-memory",
+    line = gen.refused("-q", "-m", model, *CHUNK, "-p", "ab", "-c", "4096", "-ctk", "auto", "-ctv", "auto", "--kv-memory",
                        str(need[-1] - 1), rc=1, says=["4096", str(need[-1]), "--kv-memory"])
     assert "--ctx-size" in line
 
@@ -92,7 +95,8 @@ def test_small_budget_takes_the_types_with_the_largest_context(gen, model):
     for kilobytes in (64, 400, 1000, 1900):
         budget, largest = str(kilobytes << 10), {}
         for k, v in PAIRS:
-            listed = json.loads(gen.ok("-m", model, "--dry-run", "--json", "--kv-memory", budget, "-ctk", k, "-ctv", v).text)
+            words = [*CHUNK, "--dry-run", "--json", "--kv-memory", budget, "-ctk", k, "-ctv", v]
+            listed = json.loads(gen.ok("-m", model, *words).text)
             largest.update({(c["type_k"], c["type_v"]): min(c["largest_ctx"], 4096) for c in listed["cache"]})
         most = max(largest[pair] for pair in PAIRS)
         k, v, got, err = run(gen, model, "-ctk", "auto", "-ctv", "auto", "--kv-memory", budget)
@@ -101,6 +105,20 @@ def test_small_budget_takes_the_types_with_the_largest_context(gen, model):
         assert most == 4096 or f"4096 to {most} tokens" in err
         chosen.add(k)
     assert {"f16", "int4"} <= chosen
+
+
+def test_chunk_leaves_the_memory_to_the_context(gen, model):
+    """Where -b is not given, the rows of a chunk that sealed types and windows keep take a part of the memory at most."""
+    def largest(*words):
+        return json.loads(gen.ok("-m", model, "--dry-run", "--json", *words).text)["cache"]
+    for kilobytes in (600, 1000, 1900):
+        ctx = {c["type_k"]: c["largest_ctx"] for c in largest("--kv-memory", f"{kilobytes}K")}
+        fixed = {c["type_k"]: c["largest_ctx"] for c in largest("--kv-memory", f"{kilobytes}K", *CHUNK)}
+        assert ctx["int8"] > fixed["int8"] and ctx["int4"] > fixed["int4"] and ctx["f16"] == fixed["f16"]
+        assert ctx["int4"] > ctx["int8"] >= ctx["f16"]
+    window = ["-q", "-p", "ab", "-n", "2", "-c", "2048", "--window", "600", "--kv-memory", "1M"]
+    gen.ok("-m", model, *window)
+    gen.refused("-m", model, *window, *CHUNK, rc=1, says="--kv-memory")
 
 
 def test_budget_below_one_block_says_what_is_needed(gen, model):
