@@ -110,7 +110,8 @@ static struct engine_options resolved(const struct model *m, struct engine_optio
 }
 
 /* Rows of a prefill chunk: those that are asked for, or CHUNK; fewer where what the cache keeps of a chunk beside its
- * sequence, in windows and as raw rows of sealed types, would take more than an eighth of a limited memory. */
+ * sequence, in windows and as raw rows of sealed types, would take more than an eighth of a memory that is limited and
+ * all there is. */
 static int chunk_rows(const struct engine_options *o, const struct plan *p)
 {
     int64_t rows = o->batch > 0 ? o->batch : CHUNK;
@@ -119,7 +120,8 @@ static int chunk_rows(const struct engine_options *o, const struct plan *p)
         if (kv_sealed(o->type_k) || kv_sealed(o->type_v)) row += kv_token_bytes(&p->raw[g]);
         if (g == KV_LOCAL || o->window > 0) row += kv_token_bytes(&p->main[g]);
     }
-    while (!o->batch && o->kv_memory && rows > KV_BLOCK && (double)rows * row > (double)o->kv_memory / 8) rows /= 2;
+    bool choose = !o->batch && o->kv_memory && !o->kv_offload;
+    while (choose && rows > KV_BLOCK && (double)rows * row > (double)o->kv_memory / 8) rows /= 2;
     return (int)(rows < p->seen ? rows : p->seen);
 }
 
