@@ -505,10 +505,12 @@ static bool command_set(struct session *s, const char *arg, struct error *e)
 
 static bool command_tokens(struct session *s, const char *arg, struct error *e)
 {
-    size_t held = (size_t)sequence_length(s->sequence), n = strtoul(arg, NULL, 10);
+    char *end;
+    size_t held = (size_t)sequence_length(s->sequence), n = strtoul(arg, &end, 10);
     const int32_t *ids = sequence_tokens(s->sequence);
     struct bytes line = { 0 };
     bool ok = true;
+    if (*end || *arg == '-') return say("/tokens takes a number of tokens: /tokens 20"), true;
     say("%lld of %lld tokens of context are in use; /tokens N shows the last N.",
         (long long)held - (long long)sequence_evicted(s->sequence), (long long)s->in->ctx);
     for (size_t i = n < held ? held - n : 0; ok && i < held; i++) {
@@ -587,7 +589,9 @@ static bool command(struct session *s, char *line, struct error *e)
     size_t n = strcspn(line, " \t");
     char *arg = line + n + strspn(line + n, " \t");
     for (int i = 0; i < N_COMMANDS; i++)
-        if (strlen(commands[i].name) == n && memcmp(commands[i].name, line, n) == 0) return commands[i].run(s, arg, e);
+        if (strlen(commands[i].name) == n && memcmp(commands[i].name, line, n) == 0)
+            return *arg && !*commands[i].arg ? say("%s takes nothing after it.", commands[i].name), true
+                                             : commands[i].run(s, arg, e);
     say("%.*s is no command: /help lists them. A message that begins with a slash needs a space before it.", (int)n,
         line);
     return true;

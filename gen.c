@@ -603,6 +603,8 @@ static bool load_chat(void *user, const char *path, struct bytes *messages, stru
         engine_root_key(p->engine, p->fingerprint, root);
         if (!check_store(p, k, root, &why))
             snprintf(said, 500, "%.400s: only its messages are used", why.text);
+        k->tell = tell_store;
+        k->user = p;
         sequence_cut(p->sequence, 0);
         if (!p->comm && !*said) sequence_restore(p->sequence, k, root, tokens->data, (int64_t)tokens->len);
     }

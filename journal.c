@@ -24,7 +24,7 @@ struct journal {
     off_t size;                        /* where the last whole line ends */
     struct known *known;               /* [n] sorted; equal ones are one with a count */
     size_t n, cap;
-    int64_t answers, errors, seed;
+    int64_t lines, answers, errors, seed;
 };
 
 static int compare(const void *a, const void *b)
@@ -43,7 +43,7 @@ static bool note_answer(struct journal *j, const char *line, size_t n, struct er
     if (!object && e->code == GEN_RUN) return false;
     if (!ok) {
         fail(e, GEN_USAGE, "--resume: line %lld of %s is no answer of a batch: name the file of the run that is to go "
-                           "on", (long long)j->answers + 1, j->path);
+                           "on", (long long)j->lines, j->path);
     } else if (j->n == j->cap) {
         size_t cap = j->cap ? 2 * j->cap : 256;
         struct known *grown = realloc(j->known, cap * sizeof *grown);
@@ -82,7 +82,9 @@ static bool read_answers(struct journal *j, size_t size, struct error *e)
     if (text == MAP_FAILED) return fail(e, GEN_RUN, "cannot read --output %s: %s", j->path, strerror(errno));
     bool ok = true;
     while (ok && (end = memchr(at, '\n', size - (size_t)(at - text)))) {
-        ok = note_answer(j, at, (size_t)(end - at), e);
+        j->lines++;
+        if (at + strspn(at, " \t\r") < end)             /* an editor may have left an empty one */
+            ok = note_answer(j, at, (size_t)(end - at), e);
         at = end + 1;
         if (at == text + size) break;
     }

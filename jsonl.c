@@ -216,6 +216,13 @@ static bool set_option(struct request *r, const char *name, const json_t *value,
     return true;
 }
 
+/* What "n" says; the line knows nothing of --samples. */
+static bool set_samples(struct request *r, const json_t *value, struct error *e)
+{
+    struct error why;
+    return set_option(r, "samples", value, &why) || fail(e, why.code, "\"n\": %s", why.text);
+}
+
 /* The ids of messages, a list or one text of the user's. */
 static bool encode_messages(struct request *r, const struct request_context *c, const json_t *list, const char *text,
                             size_t n, struct error *e)
@@ -245,7 +252,8 @@ static bool encode_text(struct request *r, const struct request_context *c, cons
     if (c->chats) return encode_messages(r, c, NULL, text, n, e);
     r->at_start = n == 0;
     if (!tokenizer_encode(c->tokenizer, &span, 1, !r->o.no_bos, &r->prompt, e)) return false;
-    return r->prompt.len || fail(e, GEN_USAGE, "the prompt is empty, and no start token stands in for it");
+    return r->prompt.len || fail(e, GEN_USAGE, "the prompt %s, and no start token stands in for it",
+                                 n ? "has no tokens" : "is empty");
 }
 
 /* Takes the members of the line's object. */
@@ -264,7 +272,7 @@ static bool read_object(struct request *r, const struct request_context *c, cons
         bool ok = true;
         if (strcmp(name, "prompt") == 0) prompt = value;
         else if (strcmp(name, "messages") == 0) messages = value;
-        else if (strcmp(name, "n") == 0) ok = set_option(r, "samples", value, e);
+        else if (strcmp(name, "n") == 0) ok = set_samples(r, value, e);
         else if (strcmp(name, "custom_id") != 0) ok = set_option(r, name, value, e);
         if (!ok) return false;
     }

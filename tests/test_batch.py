@@ -299,7 +299,7 @@ BAD_LINES = [
     ('{"prompt":"a","temp":-1}', "--temp"), ('{"prompt":"a","temp":"hot"}', "--temp"),
     ('{"prompt":"a","temp":null}', "temp"),
     ('{"prompt":"a","temp":[1]}', "temp"), ('{"prompt":"a","predict":1.5}', "--predict"),
-    ('{"prompt":"a","n":0}', "--samples"),
+    ('{"prompt":"a","n":0}', '"n": '),
     ('{"prompt":"a","ignore-eos":1}', "true or false"), ('{"prompt":"a","stop":5}', "text"),
     ('{"prompt":"a","stop":""}', "--stop"), ('{"prompt":"a","stop":"a\\u0000b"}', "zero"),
     ('{"prompt":"a","logit-bias":"5"}', "--logit-bias"), ('{"prompt":"a","logit-bias":"99999+1"}', "logit-bias"),
@@ -397,10 +397,12 @@ def test_resume(gen, model, files):
     for cut in (0, 1, len(kept[0]) - 1, len(kept[0]), len(whole) // 2, len(whole) - 1, len(whole)):
         out.write_bytes(whole[:cut])
         assert run_to(gen, model, lines, out, "-s", "4", "--resume", "-np", "3", rc=1) == whole, cut
-    # any subset: what is missing is added; equal lines by their number
+    # any subset: what is missing is added; equal lines by their number. Empty lines count for nothing
     half = kept[1::2]
     out.write_bytes(b"".join(half))
     assert sorted(run_to(gen, model, lines, out, "-s", "4", "--resume", rc=1).splitlines(keepends=True)) == sorted(kept)
+    out.write_bytes(whole + b"\n \r\n")
+    assert run_to(gen, model, lines, out, "-s", "4", "--resume", rc=1) == whole + b"\n \r\n"
 
 
 def test_resume_draws_no_second_seed(gen, model, tmp_path):

@@ -399,6 +399,11 @@ def test_save_and_load(gen, mkfix, tmp_path, kind, window):
     assert held > turns[1][3] - 33 and loaded[1][1] >= held // 32 * 32
     shown = json.loads(gen.ok("--inspect", file, "--json").text)
     assert shown["messages"] == 4 and shown["settings"]["type_k"] == kind and int(there[1]) == 32 * shown["blocks"]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1                                  # in a block: told, and computed again from there on
+    file.write_bytes(data)
+    again, _, err = chat(gen, model, "x", f"/load {file}", *second, args=args)
+    assert again == after and "damaged cache file (block " in err
 
 
 def test_save_with_holes(gen, rand, tmp_path):
@@ -466,7 +471,9 @@ def test_commands(gen, chain, tmp_path):
         "/nothing": "/nothing is no command", "/": "/ is no command", "/read": "/read FILE",
         "/read /nowhere": "/nowhere", "/set": "/set temp 0.5", "/set temp": "--temp needs a value", "/set temp hot": "'hot'", "/set tmep 1": "--temp",
         "/set ctx-size 5": "--ctx-size cannot", "/set seed -1": "seed", "/set model x": "--model cannot",
-        "/set q": "--quiet cannot", "/set l 999999+1": "999999", "/set r \\": "", "/regen x": "", "/undo": "0 messages",
+        "/set q": "--quiet cannot", "/set l 999999+1": "999999", "/set r \\": "", "/regen ": "", "/undo": "0 messages",
+        "/regen x": "/regen takes nothing", "/quit now": "/quit takes nothing", "/tokens x": "takes a number",
+        "/tokens -1": "takes a number",
         "/undo ": "no message to take back", "/regen": "no reply to make again", "/help": "/system TEXT",
         "/kv": "in 1 page of 32", "/tokens": "of 4096 tokens", f"/read {file}": "11 bytes"}
     text, turns, err = chat(gen, chain, "x", *given, "go", "/tokens 99")
