@@ -461,8 +461,8 @@ static __device__ inline void put_column(float *q, int stride, int g, const floa
 
 /* A lane has query lane / 4 and, of 16, that one's neighbour 8 further on; of each eight columns of a product number
  * lane % 4 * 2 and the next one. Columns of scores are tokens, of outputs channels: in_column says which. l is this
- * lane's part of the sum. o is the sum times 2^15 / unit, so that the weights keep their bits as halves; unit is a power
- * of two, and more than 1 only where a scale of the values has been. */
+ * lane's part of the sum. o is the sum times 2^15 / unit, so that the weights keep their bits as halves; unit is a
+ * power of two, and more than 1 only where a scale of the values has been. */
 template <int G, int HV> struct tensor_state { float m[G / 8], l[G / 8], unit, o[HV / 8][G / 4]; };
 
 template <int G, int HV> static __device__ inline void start(tensor_state<G, HV> &s)

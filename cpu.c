@@ -2,8 +2,8 @@
  * goes through.
  *
  * The pieces of a stage (rows of a matrix, tokens, attention tasks) are done by whichever thread is free, and no result
- * depends on who computes it. A stage of one piece, as is the work per token with one token in the batch, is done on the
- * spot by the thread that finished the stage before: nobody could help. */
+ * depends on who computes it. A stage of one piece, as is the work per token with one token in the batch, is done on
+ * the spot by the thread that finished the stage before: nobody could help. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <stdatomic.h>

@@ -813,7 +813,7 @@ static void store_prompt(struct sequence *s)
     s->stored = n / KV_BLOCK;
     memcpy(s->stored_key, b.key, KV_KEY);
     if (s->stored < s->prompt / KV_BLOCK) return g->store->pause(g->store);
-    b = last_block(0, g->root);        /* all its blocks are used now, later than those of prompts that ended meanwhile */
+    b = last_block(0, g->root);        /* all its blocks are used now, after those of prompts that ended meanwhile */
     while (b.index + 1 < s->stored) next_block(g, &b, s->tokens), g->store->find(g->store, &b);
     g->store->done(g->store);
 }

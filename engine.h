@@ -142,8 +142,8 @@ size_t sequence_bytes_more(const struct sequence *s, int64_t n);
 /* Bytes of pages that a forward pass of so many rows may take for itself: they are given back at its end. */
 size_t engine_bytes_of_pass(const struct engine *g, int64_t rows);
 /* The sequence is not used for now: its pages are the first to leave memory. A forward pass with it ends this, and
- * brings back what there is room for; sequence_prefetch, a step before, has the system read ahead, or pages moved to the
- * device. */
+ * brings back what there is room for; sequence_prefetch, a step before, has the system read ahead, or pages moved to
+ * the device. */
 void sequence_park(struct sequence *s);
 void sequence_prefetch(struct sequence *s);
 

@@ -47,8 +47,8 @@ struct weight {
 
 /* Attention of a few query rows over the keys of one split: partial results in the online-softmax form. Each of the KV
  * heads [head, head + heads) has n_q rows, of which row i sees keys [first[i], last[i]] of the split. Keys are taken in
- * steps of 32 at absolute multiples of 32: m' = max(m, scores), l = l * exp(m - m') + sum p, o = o * exp(m - m') +
- * sum p * v. A row that sees nothing gets m = -inf, l = 0, o = 0. A step is taken by all heads before the next, as their
+ * steps of 32 at absolute multiples of 32: m' = max(m, scores), l = l * exp(m - m') + sum p, o = o * exp(m - m') + sum
+ * p * v. A row that sees nothing gets m = -inf, l = 0, o = 0. A step is taken by all heads before the next, as their
  * tiles lie side by side; no result depends on how many heads are computed together. */
 struct attend {
     const struct kv_view *view;

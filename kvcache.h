@@ -166,8 +166,8 @@ KV_INLINE unsigned char *kv_v_tile(const struct kv_slots *v, int layer, int head
 
 /* What the query at position `pos` sees: two ranges of tokens, [first, last] each (empty: last < first), and the
  * position that the query is turned to for each. As long as all tokens are seen the second range alone holds them, so
- * that a window changes nothing before it is full. Sinks are looked at as from the position where they would be `window`
- * away, however far the text has gone on since: they look as near as they lie in the cache (Xiao et al. 2023,
+ * that a window changes nothing before it is full. Sinks are looked at as from the position where they would be
+ * `window` away, however far the text has gone on since: they look as near as they lie in the cache (Xiao et al. 2023,
  * "Efficient Streaming Language Models"). */
 struct kv_range { int64_t first, last, query; };
 KV_INLINE struct kv_range kv_sink_range(int64_t pos, int sinks, int window)
@@ -197,14 +197,14 @@ struct kv_middle { int64_t begin, end, keep; };
 struct kv_middle kv_middle_of(int64_t rows, int64_t budget);
 /* Rows that stay or go together: blocks where a type has no rows of its own. */
 int64_t kv_unit(const struct kv_shape *s);
-/* Of the middle of each layer and head chooses the rows with the highest mass near them: the first ones of the units, in
- * their order, are written to kept[n_layer][n_kv][keep / unit]. Masses move as kv_compact then moves the rows, to
+/* Of the middle of each layer and head chooses the rows with the highest mass near them: the first ones of the units,
+ * in their order, are written to kept[n_layer][n_kv][keep / unit]. Masses move as kv_compact then moves the rows, to
  * [begin, begin + keep), those behind the middle included, and fade: what was looked at long ago counts less. `scratch`
  * has 2 * rows. */
 void kv_choose(const struct kv_view *v, const struct kv_middle *m, int64_t rows, uint64_t *scratch, int32_t *kept);
 void kv_compact(const struct kv_view *v, const struct kv_middle *m, const int32_t *kept);
 
-/* ---- the page pool: pages and tables (kvcache.c), the index (kvcache_index.c), tiers (kvcache_tier.c) --------------- */
+/* ---- the page pool: pages and tables (kvcache.c), the index (kvcache_index.c), tiers (kvcache_tier.c) ------------ */
 
 struct error;
 
@@ -213,12 +213,12 @@ struct kv_device {
     /* Its own memory, zeroed, or memory of the process's that it reads and writes as well. NULL after filling *e. */
     unsigned char *(*open)(struct kv_device *d, size_t bytes, bool host, struct error *e);
     void (*close)(struct kv_device *d, unsigned char *base, bool host);
-    /* Copies n pieces within the device, or between it and the process; a piece starts dst_step and src_step bytes after
-     * the one before. False: it failed, which the next forward pass reports. */
+    /* Copies n pieces within the device, or between it and the process; a piece starts dst_step and src_step bytes
+     * after the one before. False: it failed, which the next forward pass reports. */
     bool (*copy)(struct kv_device *d, void *dst, size_t dst_step, const void *src, size_t src_step, size_t bytes,
                  int n);
-    /* Copies between its own memory and that of open(host), while it computes: until `settle` nothing but other moves may
-     * use the one place or write the other. */
+    /* Copies between its own memory and that of open(host), while it computes: until `settle` nothing but other moves
+     * may use the one place or write the other. */
     void (*move)(struct kv_device *d, void *dst, const void *src, size_t bytes);
     void (*settle)(struct kv_device *d);           /* what comes next finds all moves done */
     /* kv_compact; `kept` and the page table in `v`, whose pages are of one block, lie on the device. Failures as those
@@ -242,8 +242,8 @@ enum { KV_FAST, KV_SLOW, KV_TIERS };
 struct kv_tier { int32_t free, oldest, newest; int n_free, n_idle; };  /* heads of the lists of free and idle pages */
 
 /* Pages of one kind: one reservation of address space, touched only when used. Ids below n_fast lie in memory; those
- * from first_slow on in a mapped file that has no name, whose space is allocated as it is needed, so that a full disk is
- * no signal. Kernels see one base; those of a device see two. */
+ * from first_slow on in a mapped file that has no name, whose space is allocated as it is needed, so that a full disk
+ * is no signal. Kernels see one base; those of a device see two. */
 struct kv_pool {
     struct kv_shape shape;
     struct kv_memory *memory;
@@ -297,9 +297,9 @@ struct kv_table {
 };
 /* The table never covers more than `max_tokens`, so that a token loop does not allocate. */
 bool kv_table_open(struct kv_table *t, struct kv_pool *p, int64_t max_tokens, struct error *e);
-/* Makes the places of tokens [from, to) writable: covers them, and gives the table a page of its own where the first one
- * has others as owners (its tokens before `from` are copied) or is gone. False when the pool has not enough pages left
- * (no other page is covered then). */
+/* Makes the places of tokens [from, to) writable: covers them, and gives the table a page of its own where the first
+ * one has others as owners (its tokens before `from` are copied) or is gone. False when the pool has not enough pages
+ * left (no other page is covered then). */
 bool kv_table_grow(struct kv_table *t, struct kv_pool *p, int64_t from, int64_t to);
 /* Pages that kv_table_grow would take. */
 int kv_table_lacks(const struct kv_table *t, const struct kv_pool *p, int64_t from, int64_t to);
@@ -329,8 +329,8 @@ const void *kv_block_at(const struct kv_table *t, const struct kv_pool *p, int64
  * block's numbers depend on) and its tokens. */
 void kv_block_key(const uint8_t before[KV_KEY], const int32_t tokens[KV_BLOCK], uint8_t key[KV_KEY]);
 
-/* The index finds full pages by the key of their last block and by their tokens. A page stays in it after its last owner
- * has gone, until pages are wanted: the one that has been idle for longest goes first. */
+/* The index finds full pages by the key of their last block and by their tokens. A page stays in it after its last
+ * owner has gone, until pages are wanted: the one that has been idle for longest goes first. */
 /* Page with this key and these tokens [page_size], or -1. */
 int32_t kv_index_find(const struct kv_pool *p, const uint8_t key[KV_KEY], const int32_t *tokens);
 /* Puts page i of the table, which is full, into the index. Where an equal page is there already, the table takes that

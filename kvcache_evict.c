@@ -59,8 +59,8 @@ static void move_row(unsigned char *dst, int to, const unsigned char *src, int f
         else memcpy(dst + (d * KV_BLOCK + to) * size, src + (d * KV_BLOCK + from) * size, size);
 }
 
-/* Chooses what stays of one head's middle; its masses move together. `score` holds those of the units; `scratch` takes as
- * many numbers. */
+/* Chooses what stays of one head's middle; its masses move together. `score` holds those of the units; `scratch` takes
+ * as many numbers. */
 static void choose(const struct kv_middle *m, int64_t unit, const uint64_t *score, uint64_t *scratch, uint64_t *mass,
                    int32_t *kept)
 {

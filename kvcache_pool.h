@@ -5,7 +5,10 @@
 #include "base.h"
 #include "kvcache.h"
 
-static inline int kv_tier_of(const struct kv_pool *p, int32_t page) { return page >= p->first_slow ? KV_SLOW : KV_FAST; }
+static inline int kv_tier_of(const struct kv_pool *p, int32_t page)
+{
+    return page >= p->first_slow ? KV_SLOW : KV_FAST;
+}
 static inline unsigned char *kv_page_at(const struct kv_pool *p, int32_t page)
 {
     size_t bytes = kv_page_bytes(&p->shape);

@@ -64,7 +64,8 @@ enum {
  * still. */
 static const char schema[] =
     "CREATE TABLE block(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, parent BLOB NOT NULL,"
-    " used INTEGER NOT NULL, parts INTEGER NOT NULL, tokens BLOB NOT NULL, bytes INTEGER NOT NULL, sum INTEGER NOT NULL);"
+    " used INTEGER NOT NULL, parts INTEGER NOT NULL, tokens BLOB NOT NULL, bytes INTEGER NOT NULL,"
+    " sum INTEGER NOT NULL);"
     "CREATE INDEX block_used ON block(used);"
     "CREATE TABLE gone(id INTEGER PRIMARY KEY);"
     "CREATE TABLE disk(bytes INTEGER NOT NULL);"
@@ -87,7 +88,8 @@ static const char *const sql[STATEMENTS] = {
     [READ] = "SELECT id, parent, tokens, parts, bytes, sum FROM block WHERE key = ?1",
     [TOUCH] = "UPDATE block SET used = ?2 WHERE key = ?1 AND used < ?2",
     [LAST] = "SELECT seq FROM sqlite_sequence WHERE name = 'block'",
-    [ADD] = "INSERT INTO block(id, key, used, parent, parts, tokens, bytes, sum) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
+    [ADD] = "INSERT INTO block(id, key, used, parent, parts, tokens, bytes, sum)"
+            " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
     [OLDEST] = "SELECT id, used FROM block ORDER BY used LIMIT 1",
     [NEWEST] = "SELECT max(used) FROM block",
     [DROP] = "DELETE FROM block WHERE id = ?1",
@@ -732,7 +734,8 @@ struct kvstore *kvstore_open(const char *dir, uint64_t limit, int threads, void 
         tell(user, "cannot allocate memory for the prefix cache: this run goes on without it");
         return NULL;
     }
-    d->base = (struct kvstore){ db_find, db_read, db_put, db_pause, db_done, db_known, db_remember, db_close, tell, user };
+    d->base = (struct kvstore){ db_find, db_read, db_put, db_pause, db_done, db_known, db_remember, db_close,
+                                tell, user };
     d->path = path;
     d->threads = threads;
     d->dir = d->blocks = -1;

@@ -66,7 +66,8 @@ struct kvstore_text {
 
 enum kvstore_use { KVSTORE_UPDATE, KVSTORE_READ, KVSTORE_REPLACE };
 /* A store in the file `path`; what is put into it is kept by kvstore_file_save. A file that is not there is an empty
- * one. So is one that cannot be used, and *e says why. A file of another kind is never written to. NULL: *e says why. */
+ * one. So is one that cannot be used, and *e says why. A file of another kind is never written to. NULL: *e says
+ * why. */
 struct kvstore *kvstore_file_open(const char *path, enum kvstore_use use, struct error *e);
 /* Does the file begin as one of these? */
 bool kvstore_file_is(const char *path);

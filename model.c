@@ -394,9 +394,9 @@ static bool keep_columns(const struct model *m, struct matrix *x, uint64_t first
 {
     uint64_t block = (uint64_t)type_info(x->tensor->type)->block;
     if (first % block || n % block)
-        return fail(e, GEN_USAGE, "%s: tensor %.*s of type %s cannot be divided among %d ranks: its blocks have %d columns",
-                    gguf_path(m->file), (int)x->tensor->name.len, x->tensor->name.ptr, type_name(x->tensor->type),
-                    m->ranks, (int)block);
+        return fail(e, GEN_USAGE, "%s: tensor %.*s of type %s cannot be divided among %d ranks: its blocks have %d "
+                    "columns", gguf_path(m->file), (int)x->tensor->name.len, x->tensor->name.ptr,
+                    type_name(x->tensor->type), m->ranks, (int)block);
     x->col0 = first;
     x->columns = n;
     return true;

@@ -25,7 +25,8 @@ struct matrix {
     const struct gguf_tensor *tensor;
     uint64_t row0, rows, columns, col0;
     /* Keys or values whose heads are not the file's (model_options.kv_heads): rows of a head (0 = they are the file's),
-     * heads wanted and there, and the first wanted row in all their rows; row0 is then that of the file's first head. */
+     * heads wanted and there, and the first wanted row in all their rows; row0 is then that of the file's first
+     * head. */
     int head, heads, file_heads;
     uint64_t first;
 };
@@ -70,10 +71,10 @@ struct model {
     const struct gguf_tensor *out_norm;/* [n_embd] */
     const struct gguf_tensor *out_bias;/* [n_vocab] */
     struct layer *layers;              /* [n_layer] */
-    /* One of `ranks` parts: n_ff, gate, up and down are the part's, so that the output of `down` is a sum over the ranks,
-     * and `out` has some of the rows. n_head, n_kv, q, k, v and o are the part's as well, and their biases from the first
-     * head on, and the output of `o` is a sum; or where KV heads cannot be divided evenly, the tokens of the cache are:
-     * `by_token`, all ranks have the whole of these and each the tokens of every `ranks`-th split. */
+    /* One of `ranks` parts: n_ff, gate, up and down are the part's, so that the output of `down` is a sum over the
+     * ranks, and `out` has some of the rows. n_head, n_kv, q, k, v and o are the part's as well, and their biases from
+     * the first head on, and the output of `o` is a sum; or where KV heads cannot be divided evenly, the tokens of the
+     * cache are: `by_token`, all ranks have the whole of these and each the tokens of every `ranks`-th split. */
     int rank, ranks;
     bool by_token;
     int head0, kv0;                    /* first of the part's query and KV heads */

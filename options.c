@@ -174,8 +174,8 @@ const struct option_row option_table[] = {
     { GROUP_CACHE, "sinks", 0, "N", "4", OPT_INT, 0, 1 << 20, AT(sinks), 0, 0,
       "With --window: also keep the first N tokens, which models lean on." },
     { GROUP_CACHE, "kv-offload", 0, "DIR", NULL, OPT_TEXT, 0, 0, AT(kv_offload), 0, 0,
-      "Where the cache goes beyond --kv-memory, at the price of speed: a file without a name in the folder DIR; host = in "
-      "/var/tmp, or with CUDA in pinned memory. The results are the same." },
+      "Where the cache goes beyond --kv-memory, at the price of speed: a file without a name in the folder DIR; host = "
+      "in /var/tmp, or with CUDA in pinned memory. The results are the same." },
     { GROUP_CACHE, "no-share", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(no_share), 0, 0,
       "Compute each text for itself, instead of taking over what others have computed of its beginning." },
     { GROUP_CACHE, "evict", 0, "off|attention|snapkv", "off", OPT_CHOICE, 0, 0, AT(evict), 0, 0,
@@ -765,8 +765,8 @@ static bool consistent(const struct options *o, struct error *e)
     if (options_given(o, "logprobs") && !o->json && o->mode != MODE_BATCH)
         return fail(e, GEN_USAGE, "--logprobs does nothing without --json");
     if (o->data_parallel && o->tensor_parallel > 1)
-        return fail(e, GEN_USAGE, "--data-parallel and --tensor-parallel exclude each other: the processes share either "
-                    "the lines or the model");
+        return fail(e, GEN_USAGE, "--data-parallel and --tensor-parallel exclude each other: the processes share "
+                    "either the lines or the model");
     if (o->resume && !o->output) return fail(e, GEN_USAGE, "--resume does nothing without --output FILE");
     if (o->mode == MODE_BATCH && o->no_kv_cache)
         return fail(e, GEN_USAGE, "--batch and --no-kv-cache exclude each other: lines are computed together by their "

@@ -95,6 +95,22 @@ def server(o, lines):
     return seconds
 
 
+def stall(processes):
+    """Longest time in 10 seconds, in ms, that a process which only reads the clock is kept from running, one on each core: what
+    any program's longest gap includes."""
+    spin = """if True:
+        import time
+        begun = last = time.perf_counter()
+        longest = 0
+        while last < begun + 10:
+            now = time.perf_counter()
+            longest = max(longest, now - last)
+            last = now
+        print(longest)"""
+    runs = [subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) for _ in range(processes)]
+    return 1e3 * max(float(run.communicate()[0]) for run in runs)
+
+
 def row(name, seconds, base, o, note=""):
     print(f"| {name} | {seconds:.1f} s | {o.lines * o.tokens / seconds:.0f} | {base / seconds:.1f} | {note} |", flush=True)
 
@@ -129,6 +145,8 @@ def main():
         if "mixed" in parts:
             one = gen(o, lines, "-np", "1")
             row("gen -np 1", one["seconds"], s["seconds"], o)
+            print(f"| the cores alone | | | | a process that only reads the clock stands still for up to "
+                  f"{stall(int(o.threads)):.1f} ms |", flush=True)
         if "tier" in parts:
             t = gen(o, lines, "-np", o.parallel, "--kv-memory", o.budget, "--kv-offload", "host")
             row(f"gen -np {o.parallel} --kv-memory {o.budget}", t["seconds"], s["seconds"], o,
