@@ -81,7 +81,7 @@ TOOLS := $(patsubst %.c,$(B)/%,$(filter-out tests/cuda_tool.c,$(wildcard tests/*
 FUZZERS := $(patsubst %.c,$(B)/%,$(filter-out tests/fuzz_main.c,$(wildcard tests/fuzz_*.c)))
 
 EMULATOR := $(patsubst %.cpp,$(B)/%.o,$(wildcard tests/emulator/*.cpp))
-EMULATED := $(B)/emulated/cases $(if $(CUDA_SOURCES),$(B)/emulated/gen $(B)/emulated/cuda_tool)
+EMULATED := $(B)/emulated/cases $(if $(CUDA_SOURCES),$(addprefix $(B)/emulated/,gen cuda_tool select_tool))
 
 VENV := build/venv
 PYTHON := $(VENV)/bin/python
@@ -212,6 +212,14 @@ $(B)/emulated/cases.o: tests/emulator/cases.cu $(B)/cuda-flags
 	@echo '  CXX  $<'
 	@mkdir -p $(@D)
 	@$(CXX) -x c++ $(EMULATE) $(CHECKED) -MMD -MP -c -o $@ $<
+
+$(B)/emulated/select_tool.o: tests/select_tool.cu $(B)/cuda-flags
+	@echo '  CXX  $<'
+	@mkdir -p $(@D)
+	@$(CXX) -x c++ $(EMULATE) -I. -O1 -MMD -MP -c -o $@ $<
+
+$(B)/emulated/select_tool: $(B)/emulated/select_tool.o $(B)/emulated/select.o $(EMULATOR)
+	@$(LINK) -lstdc++ -lm
 
 $(B)/emulated/cases: $(B)/emulated/cases.o $(EMULATOR)
 	@$(LINK) -lstdc++ -lm

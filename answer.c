@@ -47,14 +47,21 @@ static bool end(struct answer *a, const char *reason)
 
 static bool reached(const struct answer *a) { return a->limit >= 0 && (int64_t)a->index >= a->limit; }
 
+/* How many of the largest logits are all that the next token is chosen by; 0 = they are needed as they are. */
+static int deciding(const struct answer *a) { return a->wants_logits ? 0 : sampler_top(a->sampler); }
+
+void answer_expect(const struct answer *a) { sequence_want_top(a->sequence, deciding(a)); }
+
 bool answer_step(struct answer *a, struct ids *tokens, struct error *e)
 {
     bool stopped = false;
     int64_t pos = (int64_t)tokens->len - 1;
     const float *logits = NULL;
     if (reached(a)) return end(a, "length");
-    int32_t id = sampler_greedy(a->sampler) && !a->wants_logits ? sequence_best_at(a->sequence, pos) : -1;
-    if (id < 0) {
+    struct top top = sequence_top_at(a->sequence, pos, deciding(a));
+    int32_t id;
+    if (top.n) id = sampler_pick_among(a->sampler, top.ids, top.logits, top.n, tokens->len);
+    else {
         if (!(logits = sequence_logits_at(a->sequence, pos)))
             return fail(e, GEN_RUN, "the logits of token %lld cannot be read from the device", (long long)pos);
         id = sampler_pick(a->sampler, logits, tokens->len, tokens->data, tokens->len, e);

@@ -27,6 +27,8 @@ struct answer {
     int64_t steps;                     /* tokens that were computed */
 };
 
+/* Tells the sequence what will be read of its logits: to be called before the first are computed. */
+void answer_expect(const struct answer *a);
 /* Goes on from the sequence's logits and adds the tokens to `tokens`, which hold the sequence's; a token that ends the
  * text is not added. Does not allocate but where tokens->cap is passed. Errors: GEN_RUN, and those of `take`. */
 bool answer_run(struct answer *a, struct ids *tokens, struct error *e);

@@ -14,7 +14,9 @@ struct row {
     int32_t sequence;                  /* index into the batch's views */
     int64_t pos;                       /* absolute position; its key and value go into row pos - view.gone */
     enum want want;
+    int32_t top;                       /* of a row with logits: how many of the largest are asked for, 0 to TOP_MOST */
 };
+#define TOP_MOST 128
 
 /* Layer groups: full attention, and layers with a window of the model's own. */
 enum { KV_GLOBAL, KV_LOCAL, KV_GROUPS };
@@ -27,6 +29,10 @@ struct batch {
 
 #define LOGIT_ROWS 64                  /* most rows of a batch that may want logits */
 
+/* The largest logits of a row and their ids, in falling order, the lower id first among equals; without those of -inf.
+ * Valid until the next forward. */
+struct top { int n; const int32_t *ids; const float *logits; };
+
 struct backend {
     const char *name;
     /* Runs the model over the batch: appends every row's key and value to its cache, computes the wanted rows'
@@ -34,9 +40,9 @@ struct backend {
     bool (*forward)(struct backend *b, const struct batch *batch, struct error *e);
     /* Logits of the i-th row of the last batch that wanted them: [n_vocab] floats, valid until the next forward. */
     const float *(*logits)(struct backend *b, int i);
-    /* The token of its largest logit (the lowest id among equals), where that is cheaper than reading them all; -1
-     * where one is NaN or the largest is not finite. NULL = this backend has only logits. */
-    int32_t (*best)(struct backend *b, int i);
+    /* The k largest of its logits where the row asked for as many: found without their being read. n = 0: it did not,
+     * or one is NaN, or the largest is not finite, or too many are equal. NULL = this backend has only logits. */
+    struct top (*top)(struct backend *b, int i, int k);
     void (*close)(struct backend *b);
     const char *isa;                   /* instruction set in use */
     int threads;

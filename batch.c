@@ -578,6 +578,8 @@ static bool join(struct scheduler *b, struct task *t, struct error *e)
     }
     sequence_begin(t->sequence, t->tokens.data, (int64_t)t->tokens.len);
     sequence_prompt_ends(t->sequence, (int64_t)t->request->prompt.len);
+    t->answer.sequence = t->sequence;
+    answer_expect(&t->answer);
     reused = sequence_length(t->sequence);
     t->joined = true;
     if (!t->computed) t->shared = reused;
@@ -725,7 +727,6 @@ static bool advance(struct scheduler *b, struct task *t, double now, struct erro
 {
     struct error why;
     size_t before = t->answer.index;
-    t->answer.sequence = t->sequence;
     bool ok = answer_step(&t->answer, &t->tokens, &why);
     b->status->generated += (int64_t)(t->answer.index - before);
     if (!t->first) t->first = now;

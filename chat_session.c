@@ -204,15 +204,16 @@ static bool compute(struct session *s, struct reply *r, struct sampler *sampler,
     size_t n_prompt = s->tokens.len;
     int64_t most = s->in->ctx - s->in->sinks, limit = o->predict;
     if (s->in->sinks && (limit < 0 || limit > most)) limit = most;     /* or it might never end */
+    struct answer a = { .sequence = s->sequence, .engine = s->in->engine, .sampler = sampler,
+                        .tokenizer = s->in->tokenizer, .limit = limit, .ignore_end = o->ignore_eos,
+                        .lookup = o->lookup, .stop = stop, .take = take, .user = r };
+    answer_expect(&a);
     r->begun = now_seconds();
     if (!sequence_sync(s->sequence, s->tokens.data, (int64_t)n_prompt, &r->reused, stop, e)) return false;
     s->in->progress("prefill", 1);
     r->read = now_seconds();
     s->prompted += (int64_t)n_prompt;
     s->reused += r->reused;
-    struct answer a = { .sequence = s->sequence, .engine = s->in->engine, .sampler = sampler,
-                        .tokenizer = s->in->tokenizer, .limit = limit, .ignore_end = o->ignore_eos,
-                        .lookup = o->lookup, .stop = stop, .take = take, .user = r };
     if (!answer_reserve(&a, &s->tokens, e) || !display_begin(&r->display, e)) return false;
     struct error later;
     bool ok = answer_run(&a, &s->tokens, e);

@@ -32,6 +32,7 @@ extern "C" {
 #include "backend.h"
 }
 #include "device.h"
+#include "select.h"
 
 #ifndef CUDA_LABEL
 #define CUDA_LABEL(pointer, what)
@@ -44,8 +45,7 @@ enum {
     PRODUCT_WARPS = 8,
     TILE_BYTES = 64 << 20,             /* of a weight matrix in f16 for cuBLAS */
     STAGING_BYTES = 16 << 20,          /* of the file on its way to the device */
-    STATIC_BYTES = 1024,               /* shared memory that a kernel may have beside what its launch asks for */
-    BEST_BLOCKS = 32                   /* blocks that look for a row's largest logit */
+    STATIC_BYTES = 1024                /* shared memory that a kernel may have beside what its launch asks for */
 };
 
 /* ---- weights: bit planes of blocks of 32 columns -------------------------------------------------------------------
@@ -745,61 +745,6 @@ static __global__ void head_kernel(float *y, int n, const float *bias, float cap
     y[(size_t)blockIdx.y * n + i] = v;
 }
 
-/* ---- the largest logit ------------------------------------------------------------------------------------------- */
-
-struct best { float value; int32_t id; };
-
-/* The better one; the lower id among equals; a NaN (id -1) beats all. */
-static __device__ inline best better(best a, best b)
-{
-    if (a.id < 0 || b.id < 0) return { 0, -1 };
-    return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
-}
-static __device__ best block_best(best mine, best *shared)
-{
-    for (int step = WARP / 2; step; step /= 2) {
-        best other = { __shfl_xor_sync(ALL_LANES, mine.value, step), __shfl_xor_sync(ALL_LANES, mine.id, step) };
-        mine = better(mine, other);
-    }
-    __syncthreads();
-    if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = mine;
-    __syncthreads();
-    best all = shared[0];
-    for (unsigned i = 1; i < blockDim.x / WARP; i++) all = better(all, shared[i]);
-    return all;
-}
-
-/* out[row] = the id of the row's largest logit, -1 where one is NaN or the largest is not finite. part:
- * [rows][BEST_BLOCKS]; arrived: [rows]. */
-static __global__ void __launch_bounds__(256) best_kernel(const float *logits, int n, best *part, unsigned *arrived,
-                                                          int32_t *out)
-{
-    __shared__ best shared[8];
-    __shared__ bool final;
-    wait_for_previous();
-    let_next_start();
-    const float *y = logits + (size_t)blockIdx.y * n;
-    best mine = { -INFINITY, INT32_MAX };
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
-        float v = y[i];
-        best other = { v, v == v ? i : -1 };
-        mine = better(mine, other);
-    }
-    mine = block_best(mine, shared);
-    if (threadIdx.x == 0) {
-        part[blockIdx.y * BEST_BLOCKS + blockIdx.x] = mine;
-        __threadfence();
-        final = atomicAdd(&arrived[blockIdx.y], 1u) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (!final) return;
-    __threadfence();
-    best of = { -INFINITY, INT32_MAX };
-    if (threadIdx.x < gridDim.x) of = part[blockIdx.y * BEST_BLOCKS + threadIdx.x];
-    of = block_best(of, shared);
-    if (threadIdx.x == 0) out[blockIdx.y] = fabsf(of.value) < INFINITY ? of.id : -1, arrived[blockIdx.y] = 0;
-}
-
 /* ---- cuBLAS: loaded when it is needed, so that the program starts where it is not installed ---------------------- */
 
 /* One of the overloads of the header. */
@@ -862,7 +807,7 @@ struct table { int32_t *device, *shadow; int low, ring; };
 struct step {
     kv_row *rows[KV_GROUPS];           /* pos: of the cache's row; in the local group that of the text */
     kv_sequence *sequences;
-    int32_t *wanted;
+    int32_t *wanted, *top;             /* [LOGIT_ROWS] rows with logits; how many of each are told */
     kv_run *runs;
     float *votes;
     uint64_t **mass;
@@ -901,9 +846,9 @@ struct gpu {
     float *full, *full_scale, *tile;
     int tile_bytes;
     float *part, *peaks;
-    unsigned *arrived, *best_arrived;
-    best *best_part;
-    int32_t *best_ids, *host_ids;      /* [LOGIT_ROWS] on the device and in pinned memory */
+    unsigned *arrived, *logit_arrived;
+    uint64_t *logit_peaks;             /* see struct selection */
+    selected *largest;                 /* [LOGIT_ROWS], pinned: the device writes there itself */
     float *host_logits;                /* [LOGIT_ROWS][n_vocab], pinned */
     int n_logits;
     uint64_t have;                     /* bits of the logits that are already in host_logits */
@@ -972,7 +917,9 @@ static void *host_alloc(struct gpu *c, size_t bytes, const char *what, const cha
              "pinned%s%s", what, bytes, available, lower ? ": " : "", lower ? lower : "");
         return NULL;
     }
-    return check(c, r, "cudaMallocHost", what) ? p : NULL;
+    if (!check(c, r, "cudaMallocHost", what)) return NULL;
+    CUDA_LABEL(p, "host");
+    return p;
 }
 
 template <class T> static bool scratch(struct gpu *c, T **out, size_t n)
@@ -1301,10 +1248,9 @@ static void head(struct gpu *c, const float *x, int n_wanted, bool all, bool sca
             launch(c, "output", head_kernel, dim3((m->n_vocab + 255) / 256, n_wanted), dim3(256), 0, c->logits,
                    m->n_vocab, (const float *)c->out_bias, m->logit_cap);
     }
-    launch(c, "best", best_kernel, dim3(BEST_BLOCKS, n_wanted), dim3(256), 0, (const float *)c->logits, m->n_vocab,
-           c->best_part, c->best_arrived, c->best_ids);
-    check(c, cudaMemcpyAsync(c->host_ids, c->best_ids, sizeof(int32_t) * n_wanted, cudaMemcpyDeviceToHost, c->stream),
-          "cudaMemcpy", "the best tokens");
+    selection s = { c->logits, m->n_vocab, c->dev.top, c->logit_peaks, c->logit_arrived, c->largest };
+    select_launch l = select_largest(&s, n_wanted);
+    launch(c, l.name, l.kernel, l.grid, l.block, l.shared, s);
 }
 
 /* Everything of a step on the stream. */
@@ -1434,7 +1380,7 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
         for (int g = 0; g < KV_GROUPS; g++)
             c->host.rows[g][r] = { row->token, row->sequence, (int32_t)(row->pos - views[g].gone) };
         if (c->evicts) c->host.votes[r] = vote(&views[KV_GLOBAL], row->pos);
-        if (row->want == WANT_LOGITS) c->host.wanted[k++] = r;
+        if (row->want == WANT_LOGITS) c->host.top[k] = row->top, c->host.wanted[k++] = r;
         kv_run *run = n_runs ? &c->host.runs[n_runs - 1] : NULL;
         if (run && batch->rows[run->row].sequence == row->sequence && (run->n + 1) * group <= queries &&
             batch->rows[run->row].pos / KV_BLOCK == row->pos / KV_BLOCK)
@@ -1477,10 +1423,12 @@ static const float *logits(struct backend *b, int i)
     return to;
 }
 
-static int32_t best_token(struct backend *b, int i)
+static struct top read_top(struct backend *b, int i, int k)
 {
     struct gpu *c = (struct gpu *)b;
-    return i >= 0 && i < c->n_logits ? c->host_ids[i] : -1;
+    if (i < 0 || i >= c->n_logits || k < 1 || k > c->host.top[i]) return {};
+    const selected *l = &c->largest[i];
+    return { l->n < k ? l->n : k, l->ids, l->logits };
 }
 
 /* ---- memory of the page pools ------------------------------------------------------------------------------------ */
@@ -1569,7 +1517,7 @@ static void cuda_close(struct backend *b)
     for (int i = 0; c->tables && i < c->max_sequences * KV_GROUPS * 2; i++)
         if (c->tables[i].shadow) cudaFreeHost(c->tables[i].shadow);
     if (c->host_step) cudaFreeHost(c->host_step);
-    if (c->host_ids) cudaFreeHost(c->host_ids);
+    if (c->largest) cudaFreeHost(c->largest);
     if (c->host_logits) cudaFreeHost(c->host_logits);
     blas_close(&c->blas);
     if (c->moved) cudaEventDestroy(c->moved);
@@ -1716,6 +1664,7 @@ static size_t carve_step(const struct gpu *c, char *base, struct step *s)
         s->rows[g] = g && !c->evicts ? s->rows[0] : (kv_row *)(base + plane(&at, sizeof(kv_row) * c->max_rows));
     s->sequences = (kv_sequence *)(base + plane(&at, sizeof(kv_sequence) * c->max_sequences * KV_GROUPS));
     s->wanted = (int32_t *)(base + plane(&at, sizeof(int32_t) * LOGIT_ROWS));
+    s->top = (int32_t *)(base + plane(&at, sizeof(int32_t) * LOGIT_ROWS));
     s->runs = (kv_run *)(base + plane(&at, sizeof(kv_run) * c->max_rows));
     s->votes = (float *)(base + plane(&at, c->evicts ? sizeof(float) * c->max_rows : 0));
     s->mass = (uint64_t **)(base + plane(&at, sizeof(uint64_t *) * c->max_sequences));
@@ -1737,8 +1686,8 @@ static bool open_buffers(struct gpu *c)
               scratch(c, &c->sink_cs, rows * half) && scratch(c, &c->sink_sn, rows * half) &&
               scratch(c, &c->part, splits * m->n_head * (m->head_v + 2)) &&
               scratch(c, &c->arrived, (size_t)c->max_sequences * m->n_kv * group_parts) &&
-              scratch(c, &c->best_part, (size_t)LOGIT_ROWS * BEST_BLOCKS) && scratch(c, &c->best_arrived, LOGIT_ROWS) &&
-              scratch(c, &c->best_ids, LOGIT_ROWS) && scratch(c, &c->full_scale, rows);
+              scratch(c, &c->logit_peaks, LOGIT_ROWS * select_peaks(m->n_vocab)) &&
+              scratch(c, &c->logit_arrived, LOGIT_ROWS) && scratch(c, &c->full_scale, rows);
     if (ok && c->evicts) ok = scratch(c, &c->peaks, rows * m->n_head * 2);
     for (int g = 0; g < KV_GROUPS && ok; g++) {
         const struct rope *p = g == KV_LOCAL ? &m->rope_local : &m->rope_global;
@@ -1757,7 +1706,7 @@ static bool open_buffers(struct gpu *c)
     char *dev;
     ok = ok && c->tables && scratch(c, &dev, c->step_bytes) &&
          (c->host_step = host_alloc(c, c->step_bytes, "the step's rows", "lower --batch-size")) &&
-         (c->host_ids = (int32_t *)host_alloc(c, sizeof(int32_t) * LOGIT_ROWS, "token ids", NULL)) &&
+         (c->largest = (selected *)host_alloc(c, sizeof *c->largest * LOGIT_ROWS, "the largest logits", NULL)) &&
          (c->host_logits = (float *)host_alloc(c, sizeof(float) * LOGIT_ROWS * m->n_vocab, "logits", NULL));
     if (!ok) return false;
     c->dev_step = dev;
@@ -1813,7 +1762,7 @@ static bool open_parts(struct gpu *c, const struct backend_options *o)
     c->base.name = "cuda";
     c->base.forward = forward;
     c->base.logits = logits;
-    c->base.best = best_token;
+    c->base.top = read_top;
     c->base.close = cuda_close;
     c->base.isa = c->device.name;
     c->base.threads = 1;

@@ -77,6 +77,16 @@ template <> __device__ inline uint4 stream_load(const uint4 *p)
 }
 #endif
 
+/* Reads past the first-level cache, which does not see what other multiprocessors write; 16 bytes stay one load. */
+template <class T> __device__ inline T fresh_load(const T *p)
+{
+#ifdef __CUDACC__
+    return __ldcg(p);
+#else
+    return *p;
+#endif
+}
+
 /* ---- tensor cores (off the device tests/emulator has functions of these names) ----------------------------------- */
 
 #ifdef __CUDACC__

@@ -57,6 +57,7 @@ struct sequence {
     int64_t hashed;                    /* tokens whose blocks have keys */
     uint64_t forward;                  /* the pass that computed logits of the last rows, 0 = none */
     int logits, n_logits;              /* place of the last row's among that pass's wanted rows; rows that have them */
+    int top;                           /* how many of the largest are asked for */
     struct sequence *next, *before;    /* in the engine's list */
 };
 
@@ -502,10 +503,12 @@ const float *sequence_logits_at(const struct sequence *s, int64_t pos)
     return i < 0 ? NULL : s->g->b->logits(s->g->b, i);
 }
 
-int32_t sequence_best_at(const struct sequence *s, int64_t pos)
+void sequence_want_top(struct sequence *s, int k) { s->top = s->g->b->top && k <= TOP_MOST ? k : 0; }
+
+struct top sequence_top_at(const struct sequence *s, int64_t pos, int k)
 {
     int i = logits_index(s, pos);
-    return i < 0 || !s->g->b->best ? -1 : s->g->b->best(s->g->b, i);
+    return i < 0 || !s->g->b->top ? (struct top){ 0 } : s->g->b->top(s->g->b, i, k);
 }
 
 const float *sequence_logits(const struct sequence *s) { return sequence_logits_at(s, s->n - 1); }
@@ -979,7 +982,7 @@ static bool run(struct engine *g, const struct work *w, int n, struct error *e)
         view(s, g->views[i]);
         for (int k = 0; k < w[i].n; k++)
             g->rows[rows++] = (struct row){ w[i].tokens[k], i, s->n + k,
-                                            k >= w[i].n - w[i].want ? WANT_LOGITS : WANT_NOTHING };
+                                            k >= w[i].n - w[i].want ? WANT_LOGITS : WANT_NOTHING, s->top };
     }
     struct batch batch = { g->rows, rows, (const struct kv_view (*)[KV_GROUPS])g->views };
     g->forwards++;

@@ -120,9 +120,11 @@ int64_t sequence_cut(struct sequence *s, int64_t n);
  * anything. NULL when there are none. */
 const float *sequence_logits(const struct sequence *s);
 const float *sequence_logits_at(const struct sequence *s, int64_t pos);
-/* The token of the largest of these logits (the lowest id among equals), where the backend tells it without their being
- * read. -1 where it does not, where there are no logits, or one is NaN, or the largest is not finite. */
-int32_t sequence_best_at(const struct sequence *s, int64_t pos);
+/* From now on, whoever reads logits of the sequence may ask for the k largest of them (0 = nobody does). */
+void sequence_want_top(struct sequence *s, int k);
+/* The k largest of the logits after the token at `pos`, where the backend tells them without all being read. n = 0
+ * where it does not, where there are no logits, or one is NaN, the largest is not finite, or too many are equal. */
+struct top sequence_top_at(const struct sequence *s, int64_t pos, int k);
 int64_t sequence_length(const struct sequence *s);
 /* Tokens that no new token sees any more, because of the window option or, per layer and head, of eviction. */
 int64_t sequence_evicted(const struct sequence *s);

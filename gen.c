@@ -667,14 +667,11 @@ static bool take(void *user, int32_t id, size_t index, const float *logits, bool
     return logprobs_keep(&p->logprobs, p->sampler, logits, id, index, e) && stream_add(p->stream, id, stopped, e);
 }
 
-static bool decode(struct program *p, struct error *e)
+static bool decode(struct program *p, struct answer *a, struct error *e)
 {
-    struct answer a = { .sequence = p->sequence, .engine = p->engine, .sampler = p->sampler, .tokenizer = p->tokenizer,
-                        .limit = p->o.predict, .ignore_end = p->o.ignore_eos, .lookup = p->o.lookup,
-                        .stop = &stop_now, .wants_logits = p->o.logprobs >= 0, .take = take, .user = p };
-    bool ok = answer_reserve(&a, &p->tokens, e) && answer_run(&a, &p->tokens, e);
-    p->result.finish_reason = a.finish_reason;
-    p->steps = a.steps;
+    bool ok = answer_reserve(a, &p->tokens, e) && answer_run(a, &p->tokens, e);
+    p->result.finish_reason = a->finish_reason;
+    p->steps = a->steps;
     return ok;
 }
 
@@ -683,6 +680,10 @@ static bool generate(struct program *p, struct error *e)
 {
     struct result *r = &p->result;
     if (!sequence_open(&p->sequence, p->engine, e)) return false;
+    struct answer a = { .sequence = p->sequence, .engine = p->engine, .sampler = p->sampler, .tokenizer = p->tokenizer,
+                        .limit = p->o.predict, .ignore_end = p->o.ignore_eos, .lookup = p->o.lookup,
+                        .stop = &stop_now, .wants_logits = p->o.logprobs >= 0, .take = take, .user = p };
+    answer_expect(&a);
     double start = now_seconds();
     if (!sequence_sync(p->sequence, p->tokens.data, (int64_t)p->n_prompt, &r->cached_tokens, &stop_now, e))
         return false;
@@ -690,7 +691,7 @@ static bool generate(struct program *p, struct error *e)
     r->prefill_s = now_seconds() - start;
     if (p->o.display_prompt && !stop_now && !show_prompt_before_answer(p, e)) return false;
     struct error later;                /* what went wrong first is what is told */
-    bool ok = decode(p, e);
+    bool ok = decode(p, &a, e);
     ok = stream_end(p->stream, ok ? e : &later) && ok;
     r->decode_s = now_seconds() - start - r->prefill_s;
     if (on_terminal(p) && !p->o.json && !stream_at_line_start(p->stream))

@@ -90,6 +90,12 @@ static const float *lead_logits(struct backend *b, int i)
     return own->logits(own, i);
 }
 
+static struct top lead_top(struct backend *b, int i, int k)
+{
+    struct backend *own = ((struct leader *)b)->own;
+    return own->top(own, i, k);
+}
+
 static void lead_copy(void *user, const struct kv_pool *p, int32_t to, int32_t from, int64_t tokens)
 {
     struct leader *l = user;
@@ -114,6 +120,7 @@ bool ranks_lead(struct backend **b, struct comm *comm, struct kv_pool *main, str
     l->base = **b;
     l->base.forward = lead_forward;
     l->base.logits = lead_logits;
+    if (l->base.top) l->base.top = lead_top;
     l->base.close = lead_close;
     l->own = *b;
     l->comm = comm;
@@ -156,6 +163,7 @@ static struct batch read_batch(struct follower *f, int n_rows, const char *at, c
                                const struct kv_pool *main, const struct kv_pool *raw)
 {
     take(&at, f->rows, n_rows * sizeof *f->rows);
+    for (int r = 0; r < n_rows; r++) f->rows[r].top = 0;           /* only rank 0 reads */
     while (at < end) {
         struct piece p;
         take(&at, &p, sizeof p);

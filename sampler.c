@@ -5,7 +5,7 @@
  *
  * No path sorts the vocabulary. One pass takes the maximum of every block of BLOCK logits. From these follow
  *   - top-k: the k-th largest block maximum bounds the k-th largest logit from below, so only the few blocks that reach
- *     it are looked into (pick_from_list);
+ *     it are looked into (gather);
  *   - without top-k: tokens are proposed by rejection, a block in proportion to its maximum's weight and a token evenly
  *     inside it, accepted with the weight it really has; never more than BLOCK proposals are expected. Whether a
  *     token is inside top-p is one masked sum over the better ones (pick_by_rejection).
@@ -369,6 +369,17 @@ static size_t gather(struct sampler *s, const float *x, int k)
     return k > 0 && (size_t)k < n ? keep_best(x, s->max, s->list, n, (size_t)k, INFINITY) : n;
 }
 
+/* Puts a short list in its order, greatest first. */
+static void sort(uint64_t *c, size_t n)
+{
+    for (size_t i = 1; i < n; i++)
+        for (size_t j = i; j > 0 && c[j] > c[j - 1]; j--) {
+            uint64_t v = c[j];
+            c[j] = c[j - 1];
+            c[j - 1] = v;
+        }
+}
+
 static double list_mass(const struct sampler *s, const float *x, size_t n, float c)
 {
     double sum = 0;
@@ -404,10 +415,10 @@ static float min_p_threshold(float max, float min_p)
     return (float)((double)max + log((double)min_p));
 }
 
-static int32_t pick_from_list(struct sampler *s, const float *x, struct random *r)
+/* From the n candidates that top-k has left; of x only their logits are read. */
+static int32_t pick_from_list(struct sampler *s, const float *x, size_t n, struct random *r)
 {
     const struct sampler_options *o = &s->o;
-    size_t n = gather(s, x, o->top_k);
     if (o->typical_p < 1) {
         n = keep_typical(s, x, n);
         uint64_t best = 0;
@@ -553,9 +564,14 @@ static bool one_is_left(const struct sampler_options *o)
     return o->temperature == 0 || o->top_k == 1 || (o->typical_p >= 1 && (o->top_p == 0 || o->min_p >= 1));
 }
 
-bool sampler_greedy(const struct sampler *s)
+int sampler_top(const struct sampler *s)
 {
-    return one_is_left(&s->o) && !penalises(&s->o) && s->o.n_bias == 0;
+    const struct sampler_options *o = &s->o;
+    if (penalises(o) || o->n_bias)
+        return 0;
+    if (one_is_left(o))
+        return 1;
+    return o->top_k > 0 && o->top_k < s->n && o->top_k <= SAMPLER_TOP ? o->top_k : 0;
 }
 
 int32_t sampler_pick(struct sampler *s, const float *logits, uint64_t index, const int32_t *history, size_t n_history,
@@ -570,8 +586,25 @@ int32_t sampler_pick(struct sampler *s, const float *logits, uint64_t index, con
     if (one_is_left(o))
         return best_token(s, x);
     struct random r = random_at(o->seed, index);
-    bool list = o->typical_p < 1 || (o->top_k > 0 && o->top_k < s->n);
-    return list ? pick_from_list(s, x, &r) : pick_by_rejection(s, x, &r);
+    if (o->typical_p >= 1 && (o->top_k == 0 || o->top_k >= s->n))
+        return pick_by_rejection(s, x, &r);
+    size_t n = gather(s, x, o->top_k);
+    if (n <= SAMPLER_TOP)
+        sort(s->list, n);              /* as sampler_pick_among has it */
+    return pick_from_list(s, x, n, &r);
+}
+
+int32_t sampler_pick_among(struct sampler *s, const int32_t *ids, const float *logits, int n, uint64_t index)
+{
+    if (one_is_left(&s->o))
+        return ids[0];
+    struct random r = random_at(s->o.seed, index);
+    s->max = logits[0];
+    for (int i = 0; i < n; i++) {
+        s->edited[ids[i]] = logits[i];
+        s->list[i] = pack(logits[i], ids[i]);
+    }
+    return pick_from_list(s, s->edited, (size_t)n, &r);
 }
 
 void sampler_logprobs(struct sampler *s, const float *logits, int32_t token, float *logprob,
@@ -584,12 +617,7 @@ void sampler_logprobs(struct sampler *s, const float *logits, int32_t token, flo
     double log_sum = ok ? (double)s->max + log(sum) : NAN;
     *logprob = (float)((double)logits[token] - log_sum);
     size_t found = ok && n > 0 ? gather(s, logits, n) : 0;
-    for (size_t i = 1; i < found; i++)     /* insertion sort: at most 100 */
-        for (size_t j = i; j > 0 && s->list[j] > s->list[j - 1]; j--) {
-            uint64_t c = s->list[j];
-            s->list[j] = s->list[j - 1];
-            s->list[j - 1] = c;
-        }
+    sort(s->list, found);
     for (int i = 0; i < n; i++) {
         best[i] = (struct token_logprob){-1, -INFINITY};
         if ((size_t)i < found) {

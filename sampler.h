@@ -31,14 +31,18 @@ struct sampler;                        /* scratch for one vocabulary size; not s
  * vocabulary; GEN_RUN for memory. */
 bool sampler_open(struct sampler **out, const struct sampler_options *o, int n_vocab, struct error *e);
 void sampler_close(struct sampler *s);
-/* The pick is the largest of the logits as they are, the lowest id among equals. */
-bool sampler_greedy(const struct sampler *s);
+enum { SAMPLER_TOP = 128 };
+/* How many of the largest logits a pick goes by, whatever the others are, at most SAMPLER_TOP; 0 = it may need all. */
+int sampler_top(const struct sampler *s);
 
 /* Picks the token at index `index` of the sequence; history = all tokens before it (prompt and answer). Does not
  * allocate and does not change logits. Ties go to the lower id. -1 and *e (GEN_RUN, names the index) when a logit is
  * NaN, all are -inf or one is +inf. */
 int32_t sampler_pick(struct sampler *s, const float *logits, uint64_t index, const int32_t *history, size_t n_history,
                      struct error *e);
+/* The same token by the sampler_top(s) largest logits alone, which are finite, and their ids: in falling order, the
+ * lower id first among equals. 1 <= n <= sampler_top(s): fewer where all others are -inf. Does not allocate. */
+int32_t sampler_pick_among(struct sampler *s, const int32_t *ids, const float *logits, int n, uint64_t index);
 
 /* Natural-log probabilities of the unmodified softmax: of `token`, and the n best in falling order (ties: lower id
  * first). n <= 100. */

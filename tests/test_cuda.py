@@ -186,27 +186,69 @@ def test_program(model):
 
 
 @pytest.mark.parametrize("options, least, most", [
-    ([], 4, 4), (["--lookup"], 0, 64), (["--repeat-penalty", "1.1"], 1000, 1100), (["--json", "--logprobs", "0"], 1000, 1100)])
+    (["--temp", "0"], 12, 12), (["--temp", "0", "--lookup"], 0, 100), (["--temp", "0", "--repeat-penalty", "1.1"], 1000, 1100),
+    ([], 324, 324), (["--top-k", "128"], 1028, 1028), (["--lookup"], 0, 3300), (["--top-k", "0"], 1000, 1100),
+    (["--json", "--logprobs", "0"], 1000, 1100)])
 def test_bytes_read_back(model, tmp_path, options, least, most):
-    """A greedy token is four bytes of the device's, unless its logits are needed."""
+    """A token is so many bytes of the device's: the k logits that it is chosen among and their ids, or all logits. (Here these are
+    no more: 258 words.)"""
     gen, path, counted = BUILD / "emulated" / "gen", model(layers=1), []
     for n in 8, 9:
         file = tmp_path / f"{n}.json"
-        emulate(gen, "-m", path, "-p", "hello", "--temp", "0", "-n", n, "--ignore-eos", "-c", "256", "-q", "--backend", "cuda", *options,
+        emulate(gen, "-m", path, "-p", "hello", "-s", "1", "-n", n, "--ignore-eos", "-c", "256", "-q", "--backend", "cuda", *options,
                 settings=f"counters={file}")
-        counted.append(sum(r["bytes"] for r in json.loads(file.read_text())["copies to the host"]["reads"].values()))
+        kernels = json.loads(file.read_text())
+        copied = sum(r["bytes"] for r in kernels.pop("copies to the host")["reads"].values()) if "copies to the host" in kernels else 0
+        counted.append(copied + sum(r["writes"].get("host", {"bytes": 0})["bytes"] for r in kernels.values()))
     assert least <= counted[1] - counted[0] <= most
 
 
-def test_nan_among_logits(model, tmp_path):
-    """The device finds no best token then, and what is wrong is told as on the CPU."""
+def test_largest_logits():
+    """Rows of many lengths beside a sort: ties, infinities, NaN. What is chosen does not depend on the order of threads."""
+    told = at_once(lambda seed: emulate(BUILD / "emulated" / "select_tool", settings=seed), ["", "seed=1", "seed=2"])
+    assert len(set(told)) == 1, told
+
+
+SAMPLING = [["--temp", "2"], ["--temp", "2", "--top-k", "1"], ["--temp", "3", "--top-k", "2", "--top-p", "1", "--min-p", "0"],
+            ["--temp", "3", "--top-k", "128", "--top-p", "1", "--min-p", "0"], ["--temp", "3", "--top-k", "129", "--min-p", "0"],
+            ["--temp", "3", "--typical-p", "0.6"], ["--temp", "3", "--min-p", "0.3", "--top-p", "0.5"], ["--temp", "2", "--lookup"]]
+
+
+def test_sampled_text(model):
+    """It is the same by the largest logits as by all of them, which --logprobs asks for."""
+    gen, path = BUILD / "emulated" / "gen", model(layers=1)
+    runs = [[*options, "-s", str(seed), *more] for seed, options in enumerate(SAMPLING) for more in ([], ["--logprobs", "0"])]
+    told = at_once(lambda words: json.loads(emulate(gen, "-m", path, "-p", "hello", "-n", "8", "--ignore-eos", "-c", "256", "-q", "--json",
+                                                    "--backend", "cuda", *words)), runs)
+    for few, all in zip(told[::2], told[1::2]):
+        assert few["tokens"] == all["tokens"] and few["logits_sha256"] == all["logits_sha256"]
+    assert len({str(t["tokens"]) for t in told}) >= len(SAMPLING)
+
+
+def test_sampled_batch(model, tmp_path):
+    """Lines that choose among other numbers of logits in one pass: each draws as it does alone."""
+    gen, path = BUILD / "emulated" / "gen", model(layers=1)
+    lines = [{"prompt": "hello" * (1 + i), "seed": i, "temp": 2, "top-k": k} for i, k in enumerate((40, 1, 128, 0, 3))]
+
+    def answers(name, lines, *more):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        out = emulate(gen, "-m", path, "--batch", tmp_path / name, "-n", "6", "--ignore-eos", "-c", "128", "-q", "--backend", "cuda", *more)
+        return [json.loads(line)["response"] for line in out.splitlines()]
+    together = answers("all", lines, "-np", "5")
+    alone = at_once(lambda i: answers(str(i), [lines[i]])[0], range(len(lines)))
+    assert [t["tokens"] for t in together] == [t["tokens"] for t in alone]
+
+
+@pytest.mark.parametrize("sampling", [["--temp", "0"], []])
+def test_nan_among_logits(model, tmp_path, sampling):
+    """The device tells no largest logits then, and what is wrong is told as on the CPU."""
     path = shutil.copy(model(layers=1, weight="F32"), tmp_path / "nan.gguf")
     for tensor in gguf.GGUFReader(path, "r+").tensors:
         if tensor.name == "output.weight":
             tensor.data[97] = np.nan
             tensor.data.flush()
     gen = BUILD / "emulated" / "gen"
-    told = [subprocess.run([gen, "-m", path, "-p", "hello", "--temp", "0", "-c", "64", "-q", "--backend", backend],
+    told = [subprocess.run([gen, "-m", path, "-p", "hello", *sampling, "-s", "1", "-c", "64", "-q", "--backend", backend],
                            capture_output=True, text=True, timeout=600, cwd=ROOT) for backend in ("cuda", "cpu")]
     assert told[0].returncode == told[1].returncode == 1 and "is not a number" in told[0].stderr
     assert told[0].stderr == told[1].stderr
@@ -245,7 +287,7 @@ def test_gpu_script_has_all_sources(tmp_path):
     names = subprocess.run(["sh", "tests/gpu.sh", "--sources"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
     timer = tmp_path / "gpu_time.o"
     subprocess.run(["g++", "-x", "c++", "-std=gnu++17", "-Itests/emulator", "-I.", "-c", "tests/gpu_time.cu", "-o", timer], check=True, cwd=ROOT)
-    emulated_objects = [BUILD / "emulated" / f"{name}.o" for name in ("attention", "cuda")]
+    emulated_objects = [BUILD / "emulated" / f"{name}.o" for name in ("attention", "cuda", "select")]
     used = [symbols(path) for path in [BUILD / f"{name}.o" for name in names] + emulated_objects + [BUILD / "tests" / "cuda_tool.o", timer]]
     defined, wanted = (set().union(*parts) for parts in zip(*used))
     ours = {name: path.stem for path in BUILD.glob("*.o") for name in symbols(path)[0]}

@@ -133,7 +133,8 @@ def inner_loops(lines):
 
 def check_wide(cubin, source):
     """Tiles of the cache are copied 16 bytes a lane, always. Of what the loops load that multiply weights (by dp4a, or past the
-    first-level cache) at least half the bytes come 16 a lane; of the types of two bits, whose blocks are no more, 8."""
+    first-level cache) at least half the bytes come 16 a lane; of the types of two bits, whose blocks are no more, 8. Logits are read
+    16 bytes a lane, and again where candidates are."""
     seen = 0
     for kernel, lines in instructions(cubin).items():
         name = re.split("_kernel|<", kernel)[0]
@@ -149,6 +150,9 @@ def check_wide(cubin, source):
                 sizes = [load[1] for line in loop if (load := load_bytes(line))]
                 wide = sum(n for n in sizes if n >= (8 if two_bits else 16))
                 assert wide > 0 and 2 * wide >= sum(sizes), f"{kernel} in {cubin.name}: loads of {sizes} bytes"
+        elif name == "select":
+            sizes = [load[1] for loop in inner_loops(lines) for line in loop if (load := load_bytes(line))]
+            assert sizes.count(16) >= 2, f"{kernel} in {cubin.name}: loads of {sizes} bytes"
         else:
             continue
         seen += 1

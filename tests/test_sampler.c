@@ -311,7 +311,7 @@ static void test_greedy(void **state)
         for (o.seed = 0; o.seed < 20; o.seed++) {
             struct sampler *s = open_ok(&o, n);
             assert_int_equal(pick_ok(s, x, o.seed), 300);
-            assert_true(sampler_greedy(s));
+            assert_int_equal(sampler_top(s), 1);
             sampler_close(s);
         }
     }
@@ -331,7 +331,61 @@ static void test_not_greedy(void **state)
         if (k == 4) o.presence_penalty = 0.1f;
         if (k == 5) o.frequency_penalty = -0.1f;
         struct sampler *s = open_ok(&o, 10);
-        assert_int_equal(sampler_greedy(s), k == 6);
+        assert_int_equal(sampler_top(s), k == 6);
+        sampler_close(s);
+    }
+}
+
+/* The largest logits alone give the token that all give; of their order nothing is left to chance. */
+static void test_pick_among(void **state)
+{
+    (void)state;
+    enum { most = 3000 };
+    static const int top_k[] = {1, 2, 3, 40, 127, 128}, sizes[] = {129, 130, 500, most};
+    static float x[most], logits[most];
+    static int32_t ids[most];
+    int drawn = 0;
+    srand(10);
+    for (int round = 0; round < 200; round++) {
+        int n = sizes[rand() % 4];
+        struct entry *v = calloc((size_t)n, sizeof *v);
+        double sigma = 0.5 + 3 * unit();
+        for (int i = 0; i < n; i++) {
+            x[i] = round % 10 == 9 ? 1 : gauss(sigma);
+            if (round % 3 == 1)
+                x[i] = roundf(2 * x[i]) / 2;           /* many ties, some between 0 and -0 */
+            if (round % 5 == 2 && i % 8)
+                x[i] = -INFINITY;
+            v[i] = (struct entry){.id = i, .x = (double)x[i]};
+        }
+        sort_by(v, n, false, 0);
+        struct sampler_options o = sampler_defaults;
+        o.seed = (uint64_t)round;
+        o.top_k = top_k[rand() % 6];
+        o.top_p = rand() % 2 ? 1 : (float)unit();
+        o.min_p = rand() % 2 ? 0 : (float)unit() / 4;
+        o.typical_p = rand() % 2 ? 1 : (float)unit();
+        struct sampler *s = open_ok(&o, n);
+        assert_int_equal(sampler_top(s), o.top_k);
+        int k = 0;
+        for (; k < o.top_k && v[k].x > -INFINITY; k++)
+            ids[k] = v[k].id, logits[k] = x[v[k].id];
+        for (uint64_t i = 0; i < 50; i++) {
+            int32_t all = pick_ok(s, x, i), few = sampler_pick_among(s, ids, logits, k, i);
+            if (all != few)
+                fail_msg("round %d, index %d: %d among all, %d among the %d best", round, (int)i, all, few, k);
+            drawn += all != ids[0];
+        }
+        sampler_close(s);
+        free(v);
+    }
+    assert_true(drawn > 2000);
+    static const int other[][2] = {{0, 3000}, {129, 3000}, {128, 128}, {40, 40}, {41, 40}};
+    for (int i = 0; i < 5; i++) {                      /* all of them count */
+        struct sampler_options o = sampler_defaults;
+        o.top_k = other[i][0];
+        struct sampler *s = open_ok(&o, other[i][1]);
+        assert_int_equal(sampler_top(s), 0);
         sampler_close(s);
     }
 }
@@ -651,7 +705,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_filters), cmocka_unit_test(test_large), cmocka_unit_test(test_seeds),
-        cmocka_unit_test(test_counter), cmocka_unit_test(test_greedy), cmocka_unit_test(test_not_greedy), cmocka_unit_test(test_temperature_limits),
+        cmocka_unit_test(test_counter), cmocka_unit_test(test_greedy), cmocka_unit_test(test_not_greedy), cmocka_unit_test(test_pick_among),
+        cmocka_unit_test(test_temperature_limits),
         cmocka_unit_test(test_equal_and_few), cmocka_unit_test(test_bad_logits), cmocka_unit_test(test_options),
         cmocka_unit_test(test_bias), cmocka_unit_test(test_penalties), cmocka_unit_test(test_logprobs),
         cmocka_unit_test(test_speed),
