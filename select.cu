@@ -87,8 +87,8 @@ static __device__ uint32_t kth_largest(uint32_t key, int k)
     return bound;
 }
 
-/* The row's k largest of at least `bound`; peaks: what each thread of the row has found. Returns how many are written, 0
- * = too many reach the bound. */
+/* Writes the row's k largest of at least `bound`; peaks: what each of its threads has found. Returns how many there
+ * are, 0 = too many reach the bound. */
 static __device__ int write_largest(const groups &r, int k, const uint64_t *peaks, int n_peaks, uint32_t bound,
                                     uint64_t *list, unsigned *found, selected *out)
 {

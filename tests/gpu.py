@@ -65,6 +65,13 @@ def comparisons():
         compare(path, INT8, "prompt=8", "chunk=8", "k=f32", "v=f32")
 
 
+def largest_logits():
+    out = run(f"{B}/select_tool")
+    if out:
+        result["select"] = json.loads(out)
+        print(f"Largest logits beside a sort: {result['select']['rows']} rows, {result['select']['left']} of them left to the host")
+
+
 def sanitizer():
     tool = shutil.which("compute-sanitizer") or f"{CUDA_HOME}/bin/compute-sanitizer"
     if EMULATED or not os.path.exists(tool):
@@ -126,6 +133,14 @@ def times():
                 t["torch_us"] = beside if k == "f16" else None
                 other = f"{beside:11.1f}" if beside and k == "f16" else ""
                 print(f"  {shape[0]:3} on {shape[1]:2} {k:6} {depth:8} {t['us']:9.1f} {t['gb_per_s']:8.0f} {t['gb_per_s'] / peak:8.0%} {other}")
+    print("Largest logits of each row")
+    print(f"  {'words':>8} {'top-k':>6} {'rows':>5} {'us':>8} {'copy of a row us':>17}")
+    for n, k, rows in itertools.product((3000,) if EMULATED else (32000, 128256, 262144), (1, 40, 128), (1, 8)):
+        t = timed("select", n, k, rows, 1 if EMULATED else 50)
+        if t and t["found"] != k:
+            wrong.append(f"select {n} {k}: {t['found']} are found")
+        if t:
+            print(f"  {n:8} {k:6} {rows:5} {t['us']:8.1f} {t['copy_us']:17.1f}")
     print("Whole models, random weights")
     print(f"  {'model':12} {'prefill t/s':>12} {'TFLOP/s':>8} {'decode t/s':>11} {'GB/s':>7} {'of copy':>8}")
     shapes = {"1B": (16, 2048, 8192, 32, 8, 32000), "8B": (32, 4096, 14336, 32, 8, 128256)}
@@ -143,7 +158,7 @@ def times():
 
 
 begin = time.time()
-for part in comparisons, sanitizer, times:
+for part in comparisons, largest_logits, sanitizer, times:
     part()
 result["seconds"], result["wrong"] = time.time() - begin, wrong
 with open(f"{B}/result.json", "w") as f:

@@ -48,7 +48,7 @@ show-checked: ; @echo '$(CHECKED)'
 .DEFAULT_GOAL := show-checked
 MAKE
 )"
-    for s in attention cuda select tests/gpu_time; do
+    for s in attention cuda select tests/select_tool tests/gpu_time; do
         g++ -x c++ $CXXFLAGS $CHECKED -c $s.cu -o $B/"$(basename $s)".cu.o &
         PIDS="$PIDS $!"
     done
@@ -60,7 +60,7 @@ MAKE
     LIBS='-lstdc++ -lm -pthread'
 else
     ARCH=${CUDA_ARCH:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)}
-    for s in attention cuda select tests/gpu_time; do
+    for s in attention cuda select tests/select_tool tests/gpu_time; do
         "$CUDA_HOME"/bin/nvcc -std=c++17 -O3 -fmad=false -Xcompiler -O2,-ffp-contract=off -Itests/gpu -I. \
             -gencode arch=compute_$ARCH,code=sm_$ARCH -c $s.cu -o $B/"$(basename $s)".cu.o &
         PIDS="$PIDS $!"
@@ -68,7 +68,9 @@ else
     for p in $PIDS; do wait "$p"; done
     LIBS="-L$CUDA_HOME/lib64 -Xlinker -rpath -Xlinker $CUDA_HOME/lib64 -lcudart_static -lstdc++ -lm -ldl -lrt -pthread"
 fi
-gcc -Wl,--wrap=kv_choose -o $B/cuda_tool $B/cuda_tool.o $B/attention.cu.o $B/cuda.cu.o $B/select.cu.o $OBJECTS $LIBS
-gcc -o $B/gpu_time $B/gpu_time.cu.o $B/attention.cu.o $B/cuda.cu.o $B/select.cu.o $OBJECTS $LIBS
+DEVICE="$B/attention.cu.o $B/cuda.cu.o $B/select.cu.o"
+gcc -Wl,--wrap=kv_choose -o $B/cuda_tool $B/cuda_tool.o $DEVICE $OBJECTS $LIBS
+gcc -o $B/select_tool $B/select_tool.cu.o $DEVICE $OBJECTS $LIBS
+gcc -o $B/gpu_time $B/gpu_time.cu.o $DEVICE $OBJECTS $LIBS
 
 EMULATED=$EMULATED B=$B CUDA_HOME=$CUDA_HOME python3 tests/gpu.py

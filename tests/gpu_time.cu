@@ -2,6 +2,7 @@
  *
  *   gpu_time copy MIB                                          a copy within the device: GB/s, read and written
  *   gpu_time attention TYPE_K TYPE_V DEPTH HEADS KV_HEADS SIZE RUNS    decode attention of one row, caches cold
+ *   gpu_time select N K ROWS RUNS      the K largest of each row of N logits; beside it, a row's copy to the host
  *   gpu_time model FILE TYPE PROMPT TOKENS CTX                 prefill and decode of a model, cache of that type */
 #include <math.h>
 #include <stdio.h>
@@ -9,6 +10,7 @@
 #include <string.h>
 
 #include "../attention.h"
+#include "../select.h"
 extern "C" {
 #include "../engine.h"
 }
@@ -169,6 +171,38 @@ static int attention_time(kv_type k, kv_type v, int depth, int heads, int n_kv, 
     return 0;
 }
 
+static int select_time(int n, int k, int rows, int runs)
+{
+    float *host, *logits = device<float>((size_t)rows * n + 4, 0);
+    selected *out;
+    must(cudaMallocHost((void **)&host, sizeof *host * n), "cudaMallocHost");
+    must(cudaMallocHost((void **)&out, sizeof *out * rows), "cudaMallocHost");
+    for (int r = 0; r < rows; r++) {
+        for (int i = 0; i < n; i++) host[i] = (float)((i + r) * 2654435761u >> 8) * 1e-6f;
+        must(cudaMemcpy(logits + (size_t)r * n, host, sizeof *host * n, cudaMemcpyHostToDevice), "cudaMemcpy");
+    }
+    int32_t *tops = (int32_t *)calloc(rows, sizeof *tops);
+    for (int r = 0; r < rows; r++) tops[r] = k;
+    selection s = { logits, n, on_device(tops, rows), device<uint64_t>(rows * select_peaks(n), 0),
+                    device<unsigned>(rows, 0), out };
+    select_launch l = select_largest(&s, rows);
+    times t = measure(runs, [&](int) {
+        cudaLaunchConfig_t config = {};
+        config.gridDim = l.grid, config.blockDim = l.block, config.dynamicSmemBytes = l.shared;
+        must(cudaLaunchKernelEx(&config, l.kernel, s), l.name);
+    });
+    times copy = measure(runs, [&](int) {
+        must(cudaMemcpyAsync(host, logits, sizeof *host * n, cudaMemcpyDeviceToHost, 0), "cudaMemcpyAsync");
+    });
+    printf("{\"test\": \"select\", \"n\": %d, \"k\": %d, \"rows\": %d, \"us\": %.2f, \"copy_us\": %.2f, "
+           "\"found\": %d}\n", n, k, rows, t.median * 1e6, copy.median * 1e6, out[rows - 1].n);
+    void *made[] = { logits, (void *)s.top, s.peaks, s.arrived };
+    for (void *p : made) cudaFree(p);
+    cudaFreeHost(host), cudaFreeHost(out);
+    free(tops);
+    return 0;
+}
+
 static int model_time(const char *file, kv_type type, int prompt, int tokens, int ctx)
 {
     struct error e = {};
@@ -187,6 +221,7 @@ static int model_time(const char *file, kv_type type, int prompt, int tokens, in
     must(model_open(&m, g, &mo, remark, &e) && engine_open(&n, m, &eo, &e) && sequence_open(&s, n, &e), &e);
     int32_t *ids = (int32_t *)calloc(prompt + 1, sizeof *ids), id = 5;
     for (int i = 0; i < prompt; i++) ids[i] = (int32_t)((i * 2654435761u >> 7) % m->n_vocab);
+    sequence_want_top(s, 40);          /* as sampling does */
     must(sequence_sync(s, ids, prompt, NULL, NULL, &e), &e);       /* once to warm up */
     must(sequence_cut(s, 0) == 0, &e);
     double begin = now_seconds();
@@ -221,9 +256,11 @@ int main(int argc, char **argv)
     if (argc == 9 && !strcmp(argv[1], "attention"))
         return attention_time(type_of(argv[2]), type_of(argv[3]), atoi(argv[4]), atoi(argv[5]), atoi(argv[6]),
                               atoi(argv[7]), atoi(argv[8]));
+    if (argc == 6 && !strcmp(argv[1], "select"))
+        return select_time(atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
     if (argc == 7 && !strcmp(argv[1], "model"))
         return model_time(argv[2], type_of(argv[3]), atoi(argv[4]), atoi(argv[5]), atoi(argv[6]));
-    fprintf(stderr, "usage: gpu_time copy MIB | attention K V DEPTH HEADS KV_HEADS SIZE RUNS | model FILE TYPE PROMPT "
-                    "TOKENS CTX\n");
+    fprintf(stderr, "usage: gpu_time copy MIB | attention K V DEPTH HEADS KV_HEADS SIZE RUNS | select N K ROWS RUNS | "
+                    "model FILE TYPE PROMPT TOKENS CTX\n");
     return 2;
 }
