@@ -94,7 +94,7 @@ static bool read_answers(struct journal *j, size_t size, struct error *e)
                                 "is to go on", j->path);
     munmap(text, size);
     if (!ok) return false;
-    qsort(j->known, j->n, sizeof *j->known, compare);
+    if (j->n) qsort(j->known, j->n, sizeof *j->known, compare);
     size_t kept = 0;
     for (size_t i = 0; i < j->n; i++)
         if (kept && compare(&j->known[kept - 1], &j->known[i]) == 0) j->known[kept - 1].left++;
