@@ -20,7 +20,7 @@ def tile_bytes(kind, keys):
     """kv_tile_bytes of kvcache.h, for heads of a multiple of 32 channels, 64 or more."""
     codes = HEAD * BLOCK * {"f32": 8, "f16": 4, "bf16": 4, "fp8": 2, "int8": 2, "int4": 1}[kind] // 2
     if kind == "int4":
-        return codes + (4 * HEAD if keys else HEAD // 32 * BLOCK)
+        return codes + (3 * HEAD if keys else HEAD // 32 * BLOCK)
     return codes + {"fp8": 1, "int8": HEAD // 32}.get(kind, 0) * BLOCK * 2
 
 

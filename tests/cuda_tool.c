@@ -1,7 +1,8 @@
 /* cuda_tool MODEL [WORD=VALUE]... - the same steps on the CPU and on the CUDA backend: a prompt, single tokens, a few
  * tokens at once, a cut, two sequences together. Prints the largest difference of log-probabilities of each kind of
- * step and a hash of all logits that CUDA gave, as JSON; with eviction also how many units (rows or blocks) of all layers and heads
- * CUDA kept, and how many of these the CPU kept, too. It is linked with --wrap=kv_choose, to see them.
+ * step and a hash of all logits that CUDA gave, as JSON; with eviction also how many units (rows or blocks) of all
+ * layers and heads CUDA kept, and how many of these the CPU kept, too. Fails where the largest logits that CUDA finds
+ * are not those of the row. It is linked with --wrap=kv_choose.
  *
  *   k, v      types of the cache (f16)               layout   paged or contiguous (paged)    page   its tokens (32)
  *   prompt    tokens of the prompt (70)              steps    single tokens (4)              seed   of the tokens (1)
@@ -17,7 +18,7 @@
 
 #include "../engine.h"
 
-enum { CPU, CUDA, BACKENDS, EXTRA = 5, CUT = 3 };
+enum { CPU, CUDA, BACKENDS, EXTRA = 5, CUT = 3, TOP = 40 };
 enum kind { PREFILL, DECODE, EXTEND, TOGETHER, KINDS };
 static const char *const kind_names[KINDS] = { "prefill", "decode", "extend", "together" };
 static const char *const types[KV_TYPES] = { "f32", "f16", "bf16", "fp8", "int8", "int4" };
@@ -106,10 +107,26 @@ static void compare(enum kind kind, const float *const logits[BACKENDS])
     }
 }
 
+/* The largest logits that CUDA tells are those of all that it gives. */
+static void check_top(struct sequence *s, int64_t pos, const float *logits)
+{
+    struct error e;
+    struct top t = sequence_top_at(s, pos, TOP);
+    int greater = 0, n = engine_model(runs[CUDA].g)->n_vocab;
+    bool ok = t.n == TOP;
+    for (int i = 0; ok && i < n; i++) greater += logits[i] > t.logits[TOP - 1];
+    ok = ok && greater < TOP;
+    for (int i = 0; ok && i < TOP; i++)
+        ok = t.logits[i] == logits[t.ids[i]] && (i == 0 || t.logits[i] < t.logits[i - 1] ||
+                                                 (t.logits[i] == t.logits[i - 1] && t.ids[i] > t.ids[i - 1]));
+    must(ok || fail(&e, GEN_RUN, "after token %lld the largest logits are others than CUDA tells", (long long)pos), &e);
+}
+
 static void compare_at(enum kind kind, struct sequence *const s[BACKENDS], int64_t pos)
 {
     const float *logits[BACKENDS];
     for (int i = first; i < BACKENDS; i++) logits[i] = sequence_logits_at(s[i], pos);
+    check_top(s[CUDA], pos, logits[CUDA]);
     compare(kind, logits);
 }
 
@@ -157,7 +174,7 @@ static void prefill(struct sequence **s[BACKENDS], int n, bool hand)
     for (int i = 0; i < n; i++) tokens[i] = next_token();
     for (int i = first; i < BACKENDS; i++) {
         must(sequence_open(s[i], runs[i].g, &e), &e);
-        open[i] = *s[i];
+        sequence_want_top(open[i] = *s[i], TOP);
     }
     if (hand && whole > 0) {
         must(sequence_sync(open[CPU], tokens, whole, NULL, NULL, &e), &e);
@@ -176,6 +193,7 @@ static void deep(int n)
     struct run *r = &runs[CUDA];
     int32_t *tokens = calloc((size_t)n + 1, sizeof *tokens);
     must(sequence_open(&r->a, r->g, &e) && sequence_open(&r->b, r->g, &e), &e);
+    sequence_want_top(r->a, TOP);
     for (int64_t block = 0; block < n / KV_BLOCK; block++) {
         void *zeros = calloc(1, engine_block_bytes(r->g, block, KV_ALL_PARTS));
         must(sequence_write_block(r->a, tokens, zeros, KV_ALL_PARTS, &e), &e);

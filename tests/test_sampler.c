@@ -705,8 +705,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_filters), cmocka_unit_test(test_large), cmocka_unit_test(test_seeds),
-        cmocka_unit_test(test_counter), cmocka_unit_test(test_greedy), cmocka_unit_test(test_not_greedy), cmocka_unit_test(test_pick_among),
-        cmocka_unit_test(test_temperature_limits),
+        cmocka_unit_test(test_counter), cmocka_unit_test(test_greedy), cmocka_unit_test(test_not_greedy),
+        cmocka_unit_test(test_pick_among), cmocka_unit_test(test_temperature_limits),
         cmocka_unit_test(test_equal_and_few), cmocka_unit_test(test_bad_logits), cmocka_unit_test(test_options),
         cmocka_unit_test(test_bias), cmocka_unit_test(test_penalties), cmocka_unit_test(test_logprobs),
         cmocka_unit_test(test_speed),
