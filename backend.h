@@ -58,15 +58,18 @@ struct backend_options {
     bool evicts;                       /* the views sum masses, and rows of theirs may be gone */
     void (*progress)(double done);     /* called while weights are read, 0..1; may be NULL */
     struct comm *comm;                 /* the ranks that hold the model's other parts; NULL = it is whole */
+    int place, places;                 /* this process among those of its machine that use devices */
 };
 
 /* The CPU backend (cpu.c). Errors: GEN_USAGE for GEN_ISA, GEN_MODEL for a file that shrinks, GEN_RUN for memory. */
 bool cpu_open(struct backend **out, const struct model *m, const struct backend_options *o, struct error *e);
 
-/* The CUDA backend (cuda.cu), on the first device. Errors: GEN_MODEL where this program, machine or model cannot use
+/* The CUDA backend (cuda.cu), on device `place`, counted around. Called by all ranks of a group, which all succeed or
+ * all fail, with the error of the first that does. Errors: GEN_MODEL where this program, machine or model cannot use
  * CUDA, GEN_RUN for memory (bytes wanted, bytes free, what to lower) and for calls that fail (call and kernel). */
 bool cuda_open(struct backend **out, const struct model *m, const struct backend_options *o, struct error *e);
-/* Free bytes of the device that cuda_open would take; 0 after filling *e as it would. */
-size_t cuda_memory(struct error *e);
+/* Free bytes of the device that cuda_open would take, divided by the processes that share it; 0 after filling *e as
+ * it would. */
+size_t cuda_memory(int place, int places, struct error *e);
 
 #endif

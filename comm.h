@@ -20,9 +20,14 @@ void comm_close(struct comm *c);
 int comm_started(int *rank);
 int comm_rank(const struct comm *c);   /* 0 for NULL */
 int comm_size(const struct comm *c);   /* 1 for NULL */
+/* Which of the group's processes on this machine this one is, and how many those are: 0 of 1 for NULL. */
+int comm_place(const struct comm *c, int *of);
 
 /* Ends the processes of all ranks at once with this exit code: for a rank that cannot go on. */
 void comm_abort(struct comm *c, int code) __attribute__((noreturn));
+/* This rank has not done what others may wait for: nothing is left but comm_abort. */
+void comm_lose(struct comm *c);
+bool comm_lost(const struct comm *c);  /* c may be NULL */
 
 /* x[n] = the sum of all ranks' x[n], added in the order of ranks: the same bits everywhere and from run to run. */
 void comm_sum(struct comm *c, float *x, size_t n);
@@ -30,7 +35,8 @@ void comm_sum(struct comm *c, float *x, size_t n);
 void comm_gather(struct comm *c, const float *x, size_t n, float *out);
 /* data[n] of rank 0 goes to all. */
 void comm_share(struct comm *c, void *data, size_t n);
-/* false on all ranks unless ok on all; *e is then the first failing rank's, which it names. */
+/* false on all ranks unless ok on all; *e is then the first failing rank's, which it names. At once false for a rank
+ * that is lost. c may be NULL. */
 bool comm_agree(struct comm *c, bool ok, struct error *e);
 /* One message of any length from one rank to another; `from` < 0 = whoever sends first, whose rank is returned.
  * comm_receive replaces *out; -1 when memory is out. */

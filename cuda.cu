@@ -32,6 +32,7 @@ extern "C" {
 #include "backend.h"
 }
 #include "device.h"
+#include "exchange.h"
 #include "select.h"
 
 #ifndef CUDA_LABEL
@@ -531,11 +532,13 @@ struct product {
 
 static __host__ __device__ inline int padded(int k) { return (k + 31) / 32 * 32; }
 
-/* Bytes of shared memory for NX rows: int8 blocks, floats, and a row being made. */
+/* Bytes of shared memory for nx rows of nb int8 blocks, after which floats may follow. */
+static __host__ __device__ constexpr int acts_bytes(int nx, int nb) { return (nx * nb * 40 + 15) / 16 * 16; }
+/* Those of nx rows: floats, or int8 blocks and a row being made. */
 static size_t product_shared(const product &p, int nx)
 {
     int k = padded(p.k);
-    return is_float(p.w[0].type) ? sizeof(float) * k * nx : (size_t)nx * (k + k / 4) + sizeof(float) * k;
+    return sizeof(float) * k * (is_float(p.w[0].type) ? nx : 1) + (is_float(p.w[0].type) ? 0 : acts_bytes(nx, k / 32));
 }
 
 /* Two rows times all of NX inputs, this lane's part of the sums. */
@@ -630,7 +633,7 @@ product_kernel(const __grid_constant__ product p)
     __shared__ float shared[PRODUCT_WARPS];
     int lane = threadIdx.x % WARP, k = padded(p.k), nb = k / 32;
     acts x = { (uint32_t *)smem, (uint32_t *)smem + NX * nb * 4, (uint2 *)(smem + NX * nb * 32) };
-    float *floats = (float *)(smem + (floating ? 0 : NX * nb * 40));
+    float *floats = (float *)(smem + (floating ? 0 : acts_bytes(NX, nb)));
     wait_for_previous();
     let_next_start();
     for (int i = 0; i < NX; i++) {
@@ -732,17 +735,17 @@ static __global__ void __launch_bounds__(256) prepare_kernel(prepare p)
     }
 }
 
-/* y[rows][n] += bias, then the soft cap. */
-static __global__ void head_kernel(float *y, int n, const float *bias, float cap)
+/* y[rows][ld] += bias[n], then the soft cap. */
+static __global__ void head_kernel(float *y, int ld, int n, const float *bias, float cap)
 {
     wait_for_previous();
     let_next_start();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    float v = y[(size_t)blockIdx.y * n + i];
+    float v = y[(size_t)blockIdx.y * ld + i];
     if (bias) v += bias[i];
     if (cap > 0) v = cap * tanhf(v / cap);
-    y[(size_t)blockIdx.y * n + i] = v;
+    y[(size_t)blockIdx.y * ld + i] = v;
 }
 
 /* ---- cuBLAS: loaded when it is needed, so that the program starts where it is not installed ---------------------- */
@@ -828,6 +831,9 @@ struct gpu {
     cudaEvent_t moved;                 /* all moves so far; */
     bool moving;                       /* what comes next on the stream does not wait for it yet */
     struct blas blas;
+    struct comm *comm;                 /* the ranks that have the model's other parts; */
+    struct exchange *exchange;         /* NULL: the model is whole */
+    char name[300];                    /* of the device, and how ranks exchange */
     int max_rows, max_sequences;
     bool evicts;
     int mass_rows;
@@ -899,10 +905,9 @@ static void *device_alloc(struct gpu *c, size_t bytes, const char *label, const 
              lower ? ": " : "", lower ? lower : "");
         return NULL;
     }
-    if (!check(c, r, "cudaMalloc", what)) return NULL;
+    if (!check(c, r, "cudaMalloc", label)) return NULL;
     CUDA_LABEL(p, label);
-    (void)label;
-    return check(c, cudaMemsetAsync(p, 0, bytes, c->stream), "cudaMemset", what) ? p : (cudaFree(p), (void *)NULL);
+    return check(c, cudaMemsetAsync(p, 0, bytes, c->stream), "cudaMemset", label) ? p : (cudaFree(p), (void *)NULL);
 }
 
 /* Memory of the host's that the device reads and writes. */
@@ -1135,6 +1140,12 @@ static void attend(struct gpu *c, const device_layer &l, int n, int n_runs, bool
     if (a.peaks) launch_attention(c, attention_mass(&a, n_runs, alone ? 1 : a.queries / (a.n_head / a.n_kv)), a);
 }
 
+/* Makes c->proj[n][n_embd] the sum over the ranks. */
+static void sum_ranks(struct gpu *c, int n, float *scale)
+{
+    if (c->exchange) exchange_sum(c->exchange, c->proj, n, c->m->n_embd, scale, c->e);
+}
+
 /* c->gate[n][n_ff] = the gated activation. */
 static void gate_and_up(struct gpu *c, product p)
 {
@@ -1178,6 +1189,7 @@ static const float *few_rows(struct gpu *c, int n, int n_runs, bool alone)
         o.plain = c->att;
         o.y = c->proj, o.ld = m->n_embd;
         multiply(c, "attention output", o);
+        sum_ranks(c, n, NULL);
         p.w[0] = l.gate, p.w[1] = l.up, p.n_w = 2;
         p.in = residual_of(c, other, c->proj, l.o_bias, l.attn_post_norm, l.ffn_norm, now);
         gate_and_up(c, p);
@@ -1185,6 +1197,7 @@ static const float *few_rows(struct gpu *c, int n, int n_runs, bool alone)
         o.w[0] = l.down;
         o.plain = c->gate;
         multiply(c, "down", o);
+        sum_ranks(c, n, NULL);
     }
     return now;
 }
@@ -1207,6 +1220,7 @@ static const float *many_rows(struct gpu *c, int n, int n_runs, bool alone)
         o.plain = c->att;
         o.n = m->n_head * m->head_v;
         many(c, &l.o, 1, o, n, c->proj, m->n_embd);
+        sum_ranks(c, n, NULL);
         p.in = residual_of(c, c->x[0], c->proj, l.o_bias, l.attn_post_norm, l.ffn_norm, c->x[0]);
         inputs(c, &l.gate, 2, p, n);
         gemm(c, l.gate, n, padded(p.n), c->gate, m->n_ff);
@@ -1216,6 +1230,7 @@ static const float *many_rows(struct gpu *c, int n, int n_runs, bool alone)
         o.n = m->n_ff;
         o.scale = c->full_scale;
         many(c, &l.down, 1, o, n, c->proj, m->n_embd);
+        sum_ranks(c, n, c->full_scale);
     }
     return c->x[0];
 }
@@ -1226,6 +1241,7 @@ static void head(struct gpu *c, const float *x, int n_wanted, bool all, bool sca
     residual in = residual_of(c, x, c->proj, NULL, c->layers[m->n_layer - 1].ffn_post_norm, c->out_norm, NULL);
     if (scaled) in.y_scale = c->full_scale;
     const int32_t *gather = all ? NULL : c->dev.wanted;
+    int ld = exchange_most(c->comm, m->n_vocab);       /* of this rank's part of the vocabulary */
     if (n_wanted <= FEW) {
         product p = {};
         p.n = n_wanted;
@@ -1234,7 +1250,7 @@ static void head(struct gpu *c, const float *x, int n_wanted, bool all, bool sca
         p.in = in;
         p.gather = gather;
         p.epilogue = HEAD;
-        p.y = c->logits, p.ld = m->n_vocab;
+        p.y = c->logits, p.ld = ld;
         p.bias = c->out_bias;
         p.cap = m->logit_cap;
         multiply(c, "output", p);
@@ -1243,11 +1259,13 @@ static void head(struct gpu *c, const float *x, int n_wanted, bool all, bool sca
         p.n = m->n_embd;
         p.in = in;
         p.gather = gather;
-        many(c, &c->out, 1, p, n_wanted, c->logits, m->n_vocab);
+        many(c, &c->out, 1, p, n_wanted, c->logits, ld);
         if (c->out_bias || m->logit_cap > 0)
-            launch(c, "output", head_kernel, dim3((m->n_vocab + 255) / 256, n_wanted), dim3(256), 0, c->logits,
-                   m->n_vocab, (const float *)c->out_bias, m->logit_cap);
+            launch(c, "output", head_kernel, dim3((c->out.rows + 255) / 256, n_wanted), dim3(256), 0, c->logits, ld,
+                   c->out.rows, (const float *)c->out_bias, m->logit_cap);
     }
+    if (c->exchange) exchange_gather(c->exchange, c->logits, n_wanted, m->n_vocab, c->e);
+    if (comm_rank(c->comm)) return;
     selection s = { c->logits, m->n_vocab, c->dev.top, c->logit_peaks, c->logit_arrived, c->largest };
     select_launch l = select_largest(&s, n_wanted);
     launch(c, l.name, l.kernel, l.grid, l.block, l.shared, s);
@@ -1390,10 +1408,11 @@ static bool forward(struct backend *b, const struct batch *batch, struct error *
     bool recorded = alone && wanted == n && n <= FEW;
     if (recorded && !c->graphs[n] && !failed.code) {
         cudaGraph_t graph = NULL;
-        check(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture",
-              "a step");
-        enqueue(c, n, n_runs, wanted, alone);
-        check(c, cudaStreamEndCapture(c->stream, &graph), "cudaStreamEndCapture", "a step");
+        if (check(c, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture",
+                  "a step")) {
+            enqueue(c, n, n_runs, wanted, alone);
+            check(c, cudaStreamEndCapture(c->stream, &graph), "cudaStreamEndCapture", "a step");
+        }
         if (!failed.code) check(c, cudaGraphInstantiate(&c->graphs[n], graph, 0), "cudaGraphInstantiate", "a step");
         if (graph) cudaGraphDestroy(graph);
     }
@@ -1510,6 +1529,7 @@ static void pool_compact(struct kv_device *d, const struct kv_view *v, const str
 static void cuda_close(struct backend *b)
 {
     struct gpu *c = (struct gpu *)b;
+    if (comm_lost(c->comm)) return;    /* a kernel may wait for another rank */
     if (c->stream) cudaStreamSynchronize(c->stream);
     for (int i = 0; i <= FEW; i++)
         if (c->graphs[i]) cudaGraphExecDestroy(c->graphs[i]);
@@ -1519,6 +1539,7 @@ static void cuda_close(struct backend *b)
     if (c->host_step) cudaFreeHost(c->host_step);
     if (c->largest) cudaFreeHost(c->largest);
     if (c->host_logits) cudaFreeHost(c->host_logits);
+    exchange_close(c->exchange);
     blas_close(&c->blas);
     if (c->moved) cudaEventDestroy(c->moved);
     if (c->moves) cudaStreamDestroy(c->moves);
@@ -1540,15 +1561,27 @@ static bool put_vector(struct gpu *c, const float *host, size_t n, float **out)
            check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "a vector");
 }
 
-/* A vector of the file; NULL for a tensor that is not there. kv: it is a bias of keys or values, in heads of `size`. */
-static bool load_vector(struct gpu *c, const struct gguf_tensor *t, float **out, bool kv = false, int size = 0)
+/* Numbers [first, first + n) of a vector of the file (n = 0: all); NULL for a tensor that is not there. */
+static bool load_vector(struct gpu *c, const struct gguf_tensor *t, float **out, size_t first = 0, size_t n = 0)
 {
     *out = NULL;
     if (!t) return true;
-    size_t n = kv ? (size_t)c->m->n_kv * size : t->ne[0];
+    if (n == 0) n = t->ne[0];
     float *host = (float *)alloc_zeroed(n, sizeof *host, "a weight vector", c->e);
-    bool ok = host && (kv ? model_read_kv_bias(c->m, t, host, c->e)
-                          : gguf_read(c->m->file, t, 0, host, t->size, c->e)) && put_vector(c, host, n, out);
+    bool ok = host && gguf_read(c->m->file, t, first * sizeof *host, host, n * sizeof *host, c->e) &&
+              put_vector(c, host, n, out);
+    free(host);
+    return ok;
+}
+
+/* A bias of keys or values, in heads of `size`. */
+static bool load_kv_bias(struct gpu *c, const struct gguf_tensor *t, float **out, int size)
+{
+    *out = NULL;
+    if (!t) return true;
+    size_t n = (size_t)c->m->n_kv * size;
+    float *host = (float *)alloc_zeroed(n, sizeof *host, "a bias", c->e);
+    bool ok = host && model_read_kv_bias(c->m, t, host, c->e) && put_vector(c, host, n, out);
     free(host);
     return ok;
 }
@@ -1620,17 +1653,18 @@ static bool load_all(struct gpu *c, struct staging *s)
             !load_matrix(c, s, &l->v, &d->qkv[2]) || !load_matrix(c, s, &l->o, &d->o) ||
             !load_matrix(c, s, &l->gate, &d->gate) || !load_matrix(c, s, &l->up, &d->up) ||
             !load_matrix(c, s, &l->down, &d->down) || !load_vector(c, l->attn_norm, &d->attn_norm) ||
-            !load_vector(c, l->q_bias, &d->q_bias) || !load_vector(c, l->k_bias, &d->k_bias, true, m->head_k) ||
-            !load_vector(c, l->v_bias, &d->v_bias, true, m->head_v) || !load_vector(c, l->o_bias, &d->o_bias) ||
+            !load_vector(c, l->q_bias, &d->q_bias, m->head0 * m->head_k, m->n_head * m->head_k) ||
+            !load_kv_bias(c, l->k_bias, &d->k_bias, m->head_k) || !load_kv_bias(c, l->v_bias, &d->v_bias, m->head_v) ||
+            !load_vector(c, l->o_bias, &d->o_bias) ||
             !load_vector(c, l->q_norm, &d->q_norm) || !load_vector(c, l->k_norm, &d->k_norm) ||
             !load_vector(c, l->attn_post_norm, &d->attn_post_norm) || !load_vector(c, l->ffn_norm, &d->ffn_norm) ||
             !load_vector(c, l->ffn_post_norm, &d->ffn_post_norm))
             return false;
     }
-    if (!load_vector(c, m->out_norm, &c->out_norm) || !load_vector(c, m->out_bias, &c->out_bias) ||
-        !load_matrix(c, s, &m->out, &c->out))
+    if (!load_vector(c, m->out_norm, &c->out_norm) ||
+        !load_vector(c, m->out_bias, &c->out_bias, m->out.row0, m->out.rows) || !load_matrix(c, s, &m->out, &c->out))
         return false;
-    if (m->out.tensor == m->embd.tensor) return c->embd = c->out, true;
+    if (m->out.tensor == m->embd.tensor && m->out.rows == m->embd.rows) return c->embd = c->out, true;
     return load_matrix(c, s, &m->embd, &c->embd);
 }
 
@@ -1716,12 +1750,12 @@ static bool open_buffers(struct gpu *c)
     return check(c, cudaStreamSynchronize(c->stream), "cudaStreamSynchronize", "working memory");
 }
 
-/* The device that is used, the first one: true, or why there is none. */
-static bool find_device(cudaDeviceProp *device, struct error *e)
+/* Takes device `place` of *n, counted around: true, or why there is none. */
+static bool find_device(cudaDeviceProp *device, int place, int *n, struct error *e)
 {
-    int n = 0, driver = 0;
-    cudaError_t r = cudaGetDeviceCount(&n);
-    if (r == cudaErrorNoDevice || (r == cudaSuccess && n == 0))
+    int driver = 0;
+    cudaError_t r = cudaGetDeviceCount(n);
+    if (r == cudaErrorNoDevice || (r == cudaSuccess && *n == 0))
         return fail(e, GEN_MODEL, "there is no CUDA device");
     if (r == cudaErrorInsufficientDriver) {
         cudaDriverGetVersion(&driver);
@@ -1729,7 +1763,8 @@ static bool find_device(cudaDeviceProp *device, struct error *e)
         return fail(e, GEN_MODEL, "the CUDA driver is too old (%d.%d, but gen needs %d.%d): update it",
                     driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     }
-    if (r == cudaSuccess) r = cudaGetDeviceProperties(device, 0);
+    if (r == cudaSuccess) r = cudaSetDevice(place % *n);
+    if (r == cudaSuccess) r = cudaGetDeviceProperties(device, place % *n);
     if (r != cudaSuccess) return fail(e, GEN_MODEL, "CUDA cannot be used: %s", cudaGetErrorString(r));
     if (device->major < 8)
         return fail(e, GEN_MODEL, "the CUDA device %s has compute capability %d.%d, but 8.0 is needed",
@@ -1737,13 +1772,16 @@ static bool find_device(cudaDeviceProp *device, struct error *e)
     return true;
 }
 
-static bool open_parts(struct gpu *c, const struct backend_options *o)
+static bool open_parts(struct gpu *c, const struct backend_options *o, int *devices)
 {
     const struct model *m = c->m;
     const char *odd = attention_refuses(m->head_k, m->head_v, m->n_head / m->n_kv);
     if (odd)
         return fail(c->e, GEN_MODEL, "%s: the CUDA backend does not take %s", gguf_path(m->file), odd);
-    if (!find_device(&c->device, c->e)) return false;
+    if (m->by_token)
+        return fail(c->e, GEN_MODEL, "%s: %d key/value heads cannot be divided evenly among %d ranks, which CUDA asks "
+                    "for: choose another --tensor-parallel", gguf_path(m->file), m->n_kv, m->ranks);
+    if (!find_device(&c->device, o->place, devices, c->e)) return false;
     c->max_rows = o->max_rows;
     c->max_sequences = o->max_sequences;
     c->max_seen = o->max_seen;
@@ -1758,37 +1796,58 @@ static bool open_parts(struct gpu *c, const struct backend_options *o)
         !check(c, cudaEventCreateWithFlags(&c->moved, cudaEventDisableTiming), "cudaEventCreate", "pages"))
         return false;
     if (c->max_rows > FEW && !blas_open(&c->blas, c->stream, c->e)) return false;
-    if (!load_weights(c, o->progress) || !open_buffers(c)) return false;
+    return load_weights(c, o->progress) && open_buffers(c);
+}
+
+/* Whatever has become of this rank's part, the others are told. */
+static bool open_exchange(struct gpu *c, const struct backend_options *o, int devices, bool ok)
+{
+    const struct model *m = c->m;
+    size_t sums = (size_t)o->max_rows * m->n_embd, gathers = (size_t)LOGIT_ROWS * exchange_most(o->comm, m->n_vocab);
+    if (comm_size(o->comm) == 1) return ok;
+    if (!exchange_open(&c->exchange, o->comm, c->stream, o->places <= devices, sums, gathers, ok, c->e)) return false;
+    snprintf(c->name, sizeof c->name, "%s, %d ranks by %s", c->device.name, comm_size(o->comm),
+             exchange_way(c->exchange));
+    return true;
+}
+
+static void fill_base(struct gpu *c)
+{
     c->base.name = "cuda";
     c->base.forward = forward;
     c->base.logits = logits;
     c->base.top = read_top;
     c->base.close = cuda_close;
-    c->base.isa = c->device.name;
+    c->base.isa = c->exchange ? c->name : c->device.name;
     c->base.threads = 1;
     c->base.weight_bytes = c->weight_bytes;
     c->base.device = &c->pool;
-    return true;
 }
 
 extern "C" bool cuda_open(struct backend **out, const struct model *m, const struct backend_options *o, struct error *e)
 {
     struct gpu *c = (struct gpu *)alloc_zeroed(1, sizeof *c, "the CUDA backend", e);
-    if (!c) return false;
+    if (!comm_agree(o->comm, c != NULL, e)) return free(c), false;
+    int devices = 1;
     c->m = m;
     c->e = e;
+    c->comm = o->comm;
     c->pool = { pool_open, pool_close, pool_copy, pool_move, pool_settle, pool_compact };
-    if (!open_parts(c, o)) return cuda_close(&c->base), false;
+    bool ok = open_parts(c, o, &devices);
+    if (!open_exchange(c, o, devices, ok)) return cuda_close(&c->base), false;
+    fill_base(c);
     c->e = NULL;
     *out = &c->base;
     return true;
 }
 
-extern "C" size_t cuda_memory(struct error *e)
+extern "C" size_t cuda_memory(int place, int places, struct error *e)
 {
     cudaDeviceProp device;
     size_t available = 0, all = 0;
-    if (!find_device(&device, e)) return 0;
+    int n = 1;
+    if (!find_device(&device, place, &n, e)) return 0;
     if (cudaMemGetInfo(&available, &all) != cudaSuccess) return fail(e, GEN_RUN, "CUDA: cudaMemGetInfo failed"), 0;
-    return available;
+    int sharing = (places - place % n + n - 1) / n;
+    return sharing > 1 ? available / sharing : available;
 }

@@ -219,21 +219,22 @@ static size_t most_kept(const struct engine *g) { return mass_lines(g) * g->o.bu
 static _Thread_local void (*progress_of_load)(const char *, double);
 static void load_progress(double done) { progress_of_load("loading", done); }
 
-/* CUDA where it is asked for, or can be used and is not forbidden. */
-static bool open_backend(struct engine *g, const struct backend_options *o, struct error *e)
+/* CUDA where it is asked for, or can be used and is not forbidden. All ranks get the same, or the same error. */
+static bool open_backend(struct engine *g, const struct plan *p, struct error *e)
 {
     struct error why = { 0 };
-    if (g->o.backend == BACKEND_CUDA && comm_size(o->comm) > 1)
-        return fail(e, GEN_USAGE, "--tensor-parallel divides a model over processors only: use --backend cpu");
+    struct backend_options o = { g->o.threads, g->max_rows, g->o.max_sequences, p->seen, g->o.evict,
+                                 g->o.progress ? load_progress : NULL, g->o.comm, g->o.place, g->o.places };
+    progress_of_load = g->o.progress;
     bool file = g->o.kv_offload && strcmp(g->o.kv_offload, "host");
     if (g->o.backend == BACKEND_CUDA && file)
         return fail(e, GEN_USAGE, "--kv-offload DIR is for the CPU backend: with CUDA pages go to the memory of the "
                     "host, --kv-offload host");
-    bool can = g->o.backend != BACKEND_CPU && comm_size(o->comm) == 1 && !file;
-    if (can && cuda_open(&g->b, g->m, o, &why)) return true;
-    if (g->o.backend == BACKEND_CUDA) return fail(e, why.code, "%s; --backend cpu does without CUDA", why.text);
+    bool can = g->o.backend != BACKEND_CPU && !file;
+    if (can && cuda_open(&g->b, g->m, &o, &why)) return true;
+    if (g->o.backend == BACKEND_CUDA || comm_lost(o.comm)) return fail(e, why.code, "%s; --backend cpu does without CUDA", why.text);
     if (can) memcpy(g->note, why.text, sizeof g->note);
-    return cpu_open(&g->b, g->m, o, e);
+    return comm_agree(o.comm, cpu_open(&g->b, g->m, &o, e), e);
 }
 
 /* Pages that are to lie on a device, of n: all pools together take no more than the budget, and first of all what one
@@ -260,64 +261,64 @@ static bool open_eviction(struct engine *g, struct error *e)
     return g->mass && (g->moves = (int32_t *)d->open(d, bytes, false, e));
 }
 
-static bool open_part(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e)
+/* What a pass needs beside the backend and the pages. Also after an error *out, if not NULL, is to be closed. */
+static bool open_plan(struct engine **out, const struct model *m, const struct engine_options *o, struct plan *p,
+                      struct error *e)
 {
-    struct plan p;
-    struct engine *g = alloc_zeroed(1, sizeof *g, "the engine", e);
+    struct engine *g = *out = alloc_zeroed(1, sizeof *g, "the engine", e);
     if (!g) return false;
     g->m = m;
     g->o = resolved(m, *o);
     o = &g->o;
     g->o.share = o->share && o->cache && o->layout == KV_PAGED && !o->evict;
-    if (!make_plan(m, o, &p, e)) goto bad;
+    if (!make_plan(m, o, p, e)) return false;
     g->memory.limit = o->kv_memory ? o->kv_memory : SIZE_MAX;
     g->memory.folder = !o->kv_offload || strcmp(o->kv_offload, "host") ? o->kv_offload : "/var/tmp";
-    g->ctx = p.ctx;
+    g->ctx = p->ctx;
     g->sinks[KV_GLOBAL] = o->window > 0 ? o->sinks : 0;
     g->window[KV_GLOBAL] = o->window;
     g->window[KV_LOCAL] = o->window > 0 && o->window < m->window ? o->window : m->window;
-    int rows = g->chunk = p.chunk;
+    int rows = g->chunk = p->chunk;
     if (rows < o->max_sequences) rows = o->max_sequences;
     g->max_rows = rows > EXTEND_ROWS ? rows : EXTEND_ROWS;
     g->rows = alloc_zeroed(g->max_rows, sizeof *g->rows, "the batch", e);
     g->views = alloc_zeroed(o->max_sequences, sizeof *g->views, "the batch's views", e);
     g->step = alloc_zeroed(o->max_sequences, sizeof *g->step, "the batch's parts", e);
-    if (!g->rows || !g->views || !g->step) goto bad;
-    progress_of_load = o->progress;
-    struct backend_options bo = { o->threads, g->max_rows, o->max_sequences, p.seen, o->evict,
-                                  o->progress ? load_progress : NULL, o->comm };
-    if (!open_backend(g, &bo, e)) goto bad;
+    return g->rows && g->views && g->step;
+}
+
+static bool open_pages(struct engine *g, const struct plan *p, struct error *e)
+{
     g->memory.device = g->b->device;
     for (int i = 0; i < KV_GROUPS; i++)
-        if (!kv_pool_open(&g->main[i], &p.main[i], p.main_pages[i],
-                          fast_pages(g, &p, p.main_alone[i], p.main_pages[i]), &g->memory, e) ||
-            !kv_pool_open(&g->raw[i], &p.raw[i], p.raw_pages[i], fast_pages(g, &p, p.raw_alone[i], p.raw_pages[i]),
+        if (!kv_pool_open(&g->main[i], &p->main[i], p->main_pages[i],
+                          fast_pages(g, p, p->main_alone[i], p->main_pages[i]), &g->memory, e) ||
+            !kv_pool_open(&g->raw[i], &p->raw[i], p->raw_pages[i], fast_pages(g, p, p->raw_alone[i], p->raw_pages[i]),
                           &g->memory, e))
-            goto bad;
-    if (!open_eviction(g, e)) goto bad;
+            return false;
+    if (!open_eviction(g, e)) return false;
     for (int i = 0; i < KV_GROUPS; i++) {
-        g->most_pages[i] = p.main_pages[i] / o->max_sequences;
-        if (m->by_token) kv_pool_sparse(&g->main[i]);
+        g->most_pages[i] = p->main_pages[i] / g->o.max_sequences;
+        if (g->m->by_token) kv_pool_sparse(&g->main[i]);
         /* without a budget, finished sequences keep as much as one may hold, so that memory does not grow with their
          * number */
-        if (!o->kv_memory) g->main[i].most_idle /= o->max_sequences;
+        if (!g->o.kv_memory) g->main[i].most_idle /= g->o.max_sequences;
     }
-    *out = g;
     return true;
-bad:
-    engine_close(g);
-    return false;
 }
 
 bool engine_open(struct engine **out, const struct model *m, const struct engine_options *o, struct error *e)
 {
-    *out = NULL;
-    if (comm_size(o->comm) == 1) return open_part(out, m, o, e);
+    struct plan p;
     struct engine_options told = *o;   /* what is told of a function's address is never used */
-    if (comm_rank(o->comm) == 0) ranks_tell(o->comm, &told, sizeof told);
-    bool ok = open_part(out, m, o, e)
-           && (comm_rank(o->comm) || ranks_lead(&(*out)->b, o->comm, (*out)->main, (*out)->raw, e));
-    ok = comm_agree(o->comm, ok, e);
+    bool leads = comm_size(o->comm) > 1 && comm_rank(o->comm) == 0;
+    if (leads) ranks_tell(o->comm, &told, sizeof told);
+    bool ok = comm_agree(o->comm, open_plan(out, m, o, &p, e), e)
+           && open_backend(*out, &p, e) && comm_agree(o->comm, open_pages(*out, &p, e), e);
+    if (ok && leads && !ranks_lead(&(*out)->b, o->comm, (*out)->main, (*out)->raw, e)) {
+        ranks_tell(o->comm, NULL, 0);
+        ok = false;
+    }
     if (!ok) engine_close(*out), *out = NULL;
     return ok;
 }
@@ -330,6 +331,7 @@ bool engine_wait(struct comm *comm, struct engine_options *o)
     if (more) {
         memcpy(o, told.data, sizeof *o);
         o->comm = comm;
+        o->place = comm_place(comm, &o->places);
         o->progress = NULL;
         o->kv_offload = NULL;
     }
@@ -344,7 +346,7 @@ bool engine_serve(struct engine *g, struct error *e)
 
 void engine_close(struct engine *g)
 {
-    if (!g) return;
+    if (!g || comm_lost(g->o.comm)) return;        /* a kernel may use it, waiting for another rank */
     release_bytes(g->scratch, 2 * mass_rows(g) * sizeof *g->scratch);
     release_bytes(g->kept, most_kept(g) * sizeof *g->kept);
     release_bytes(g->mass, mass_bytes(g));

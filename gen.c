@@ -311,6 +311,7 @@ static bool make_prompt(struct program *p, struct error *e)
 
 static struct engine_options engine_options(const struct program *p, int64_t ctx)
 {
+    int places, place = comm_place(p->comm, &places);
     return (struct engine_options){
         .ctx = ctx, .batch = p->o.batch, .threads = p->o.threads, .backend = p->o.backend,
         .max_sequences = p->o.mode == MODE_BATCH ? p->o.parallel : 1, .layout = p->o.layout,
@@ -319,7 +320,8 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
         .share = !p->o.no_share,
         .kv_memory = (size_t)p->o.kv_memory, .kv_offload = p->o.kv_offload,
         .overcommit = p->o.mode == MODE_BATCH && p->o.layout == KV_PAGED,
-        .progress = progress, .comm = p->o.data_parallel ? NULL : p->comm,
+        .progress = progress, .comm = p->o.data_parallel ? NULL : p->comm, .place = place,
+        .places = places,
     };
 }
 
@@ -342,11 +344,18 @@ static bool open_model(struct program *p, int64_t ctx, struct error *e)
     return true;
 }
 
+/* This process's share of its device's free memory; 0 = there is no device. */
+static uint64_t device_memory(const struct program *p)
+{
+    struct error none = { 0 };
+    int places, place = comm_place(p->comm, &places);
+    return cuda_memory(place, places, &none);
+}
+
 /* Bytes that weights and cache may take: of the device, where that is what computes. */
 static uint64_t memory_for(const struct program *p)
 {
-    struct error none = { 0 };
-    size_t device = p->o.backend == BACKEND_CPU ? 0 : cuda_memory(&none);
+    uint64_t device = p->o.backend == BACKEND_CPU ? 0 : device_memory(p);
     return device ? device : memory_available();
 }
 
@@ -456,8 +465,7 @@ static bool open_engine(struct program *p, int64_t asked, struct error *e)
     note_approximations(p, &eo);
     const struct backend *b = engine_backend(p->engine);
     p->result.load_s = now_seconds() - p->begun;
-    struct error none = { 0 };
-    if (*engine_note(p->engine) && (p->o.verbose || cuda_memory(&none)))
+    if (*engine_note(p->engine) && (p->o.verbose || device_memory(p)))
         note(p, "CUDA is not used: %s", engine_note(p->engine));
     if (p->o.verbose) {
         note(p, "model %s, architecture %s", gguf_path(p->model->file), p->model->arch_name);
@@ -1094,8 +1102,9 @@ static bool run_follower(struct program *p, struct error *e)
     p->o.quiet = true;
     while (engine_wait(p->comm, &eo)) {
         bool opened = (p->model || (open_file(p, e) && open_model(p, p->o.ctx, e))) || comm_agree(p->comm, false, e);
-        if (!opened || !engine_open(&p->engine, p->model, &eo, e)) continue;   /* rank 0 says why */
-        if (!engine_serve(p->engine, e)) {
+        opened = opened && engine_open(&p->engine, p->model, &eo, e);
+        if (!opened && !comm_lost(p->comm)) continue;  /* rank 0 says why */
+        if (!opened || !engine_serve(p->engine, e)) {
             fprintf(stderr, "gen: rank %d: %s\n", comm_rank(p->comm), e->text);
             comm_abort(p->comm, e->code);
         }
@@ -1192,6 +1201,10 @@ int main(int argc, char **argv)
     bar.wanted = ok && !p.o.quiet && isatty(STDERR_FILENO);
     ok = ok && join_ranks(&p, &e) && (comm_rank(p.comm) && !p.o.data_parallel ? run_follower : tasks[p.o.mode])(&p, &e);
     if (bar.shown) fputs("\r\033[K", stderr);
+    if (comm_lost(p.comm)) {
+        fprintf(stderr, "gen: %s\n", e.text);
+        comm_abort(p.comm, e.code);
+    }
     close_program(&p);
     if (caught) {
         signal(caught, SIG_DFL);

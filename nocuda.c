@@ -9,4 +9,8 @@ bool cuda_open(struct backend **out, const struct model *m, const struct backend
     return fail(e, GEN_MODEL, "%s", absent);
 }
 
-size_t cuda_memory(struct error *e) { return fail(e, GEN_MODEL, "%s", absent), 0; }
+size_t cuda_memory(int place, int places, struct error *e)
+{
+    (void)place, (void)places;
+    return fail(e, GEN_MODEL, "%s", absent), 0;
+}

@@ -13,6 +13,7 @@ struct leader {
     struct comm *comm;
     const struct kv_pool *main, *raw;  /* [KV_GROUPS] */
     struct bytes message;
+    struct error lost;                 /* how a pass of rank 0 failed, which others may wait for */
 };
 
 /* A message: a head, rows[n_rows], then pieces until the end. Without rows the head is of a page that was copied. */
@@ -73,6 +74,7 @@ static bool lead_forward(struct backend *b, const struct batch *batch, struct er
     struct leader *l = (struct leader *)b;
     struct bytes *m = &l->message;
     struct head head = { .n_rows = batch->n_rows };
+    if (comm_lost(l->comm)) return *e = l->lost, false;
     m->len = 0;
     bool ok = bytes_add(m, &head, sizeof head) && bytes_add(m, batch->rows, batch->n_rows * sizeof *batch->rows);
     for (int r = 0, end; ok && r < batch->n_rows; r = end) {
@@ -81,7 +83,10 @@ static bool lead_forward(struct backend *b, const struct batch *batch, struct er
     }
     if (!ok) return fail(e, GEN_RUN, "cannot allocate memory to tell the other ranks of a batch");
     ranks_tell(l->comm, m->data, m->len);
-    return l->own->forward(l->own, batch, e);
+    if (l->own->forward(l->own, batch, e)) return true;
+    comm_lose(l->comm);
+    l->lost = *e;
+    return false;
 }
 
 static const float *lead_logits(struct backend *b, int i)
@@ -171,9 +176,9 @@ static struct batch read_batch(struct follower *f, int n_rows, const char *at, c
         if (p.kind != VIEW) take(&at, table_of(f, p.sequence, p.group, p.kind) + p.first, p.n * sizeof *f->tables);
         else
             f->views[p.sequence][p.group] = (struct kv_view){
-                .main = { .shape = &a->shape, .base = a->base, .pages = table_of(f, p.sequence, p.group, MAIN) },
-                .raw = { .shape = b->n_pages ? &b->shape : NULL, .base = b->base,
-                         .pages = table_of(f, p.sequence, p.group, RAW) },
+                .main = { &a->shape, a->base, table_of(f, p.sequence, p.group, MAIN), a->slow, a->first_slow },
+                .raw = { b->n_pages ? &b->shape : NULL, b->base, table_of(f, p.sequence, p.group, RAW), b->slow,
+                         b->first_slow },
                 .sinks = p.first, .window = p.n };
     }
     return (struct batch){ f->rows, n_rows, (const struct kv_view (*)[KV_GROUPS])f->views };

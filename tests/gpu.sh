@@ -12,6 +12,7 @@ EMULATED=
 [ "${1:-}" = --emulated ] && EMULATED=yes
 SOURCES="base gguf quant model kernels kernels_generic cpu threads engine ranks comm memory"
 SOURCES="$SOURCES $(echo kvcache*.c | sed 's/\.c//g')"
+DEVICE="attention cuda exchange select"
 KERNELS="kernels_avx2 kernels_avxvnni kernels_avx512"
 if [ "${1:-}" = --sources ]; then
     echo $SOURCES $KERNELS
@@ -48,7 +49,7 @@ show-checked: ; @echo '$(CHECKED)'
 .DEFAULT_GOAL := show-checked
 MAKE
 )"
-    for s in attention cuda select tests/select_tool tests/gpu_time; do
+    for s in $DEVICE tests/select_tool tests/gpu_time; do
         g++ -x c++ $CXXFLAGS $CHECKED -c $s.cu -o $B/"$(basename $s)".cu.o &
         PIDS="$PIDS $!"
     done
@@ -60,7 +61,7 @@ MAKE
     LIBS='-lstdc++ -lm -pthread'
 else
     ARCH=${CUDA_ARCH:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)}
-    for s in attention cuda select tests/select_tool tests/gpu_time; do
+    for s in $DEVICE tests/select_tool tests/gpu_time; do
         "$CUDA_HOME"/bin/nvcc -std=c++17 -O3 -fmad=false -Xcompiler -O2,-ffp-contract=off -Itests/gpu -I. \
             -gencode arch=compute_$ARCH,code=sm_$ARCH -c $s.cu -o $B/"$(basename $s)".cu.o &
         PIDS="$PIDS $!"
@@ -68,9 +69,9 @@ else
     for p in $PIDS; do wait "$p"; done
     LIBS="-L$CUDA_HOME/lib64 -Xlinker -rpath -Xlinker $CUDA_HOME/lib64 -lcudart_static -lstdc++ -lm -ldl -lrt -pthread"
 fi
-DEVICE="$B/attention.cu.o $B/cuda.cu.o $B/select.cu.o"
-gcc -Wl,--wrap=kv_choose -o $B/cuda_tool $B/cuda_tool.o $DEVICE $OBJECTS $LIBS
-gcc -o $B/select_tool $B/select_tool.cu.o $DEVICE $OBJECTS $LIBS
-gcc -o $B/gpu_time $B/gpu_time.cu.o $DEVICE $OBJECTS $LIBS
+for s in $DEVICE; do OBJECTS="$B/$s.cu.o $OBJECTS"; done
+gcc -Wl,--wrap=kv_choose -o $B/cuda_tool $B/cuda_tool.o $OBJECTS $LIBS
+gcc -o $B/select_tool $B/select_tool.cu.o $OBJECTS $LIBS
+gcc -o $B/gpu_time $B/gpu_time.cu.o $OBJECTS $LIBS
 
 EMULATED=$EMULATED B=$B CUDA_HOME=$CUDA_HOME python3 tests/gpu.py

@@ -287,7 +287,7 @@ def test_gpu_script_has_all_sources(tmp_path):
     names = subprocess.run(["sh", "tests/gpu.sh", "--sources"], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
     timer = tmp_path / "gpu_time.o"
     subprocess.run(["g++", "-x", "c++", "-std=gnu++17", "-Itests/emulator", "-I.", "-c", "tests/gpu_time.cu", "-o", timer], check=True, cwd=ROOT)
-    emulated_objects = [BUILD / "emulated" / f"{name}.o" for name in ("attention", "cuda", "select")]
+    emulated_objects = [BUILD / "emulated" / f"{name}.o" for name in ("attention", "cuda", "exchange", "select")]
     used = [symbols(path) for path in [BUILD / f"{name}.o" for name in names] + emulated_objects + [BUILD / "tests" / "cuda_tool.o", timer]]
     defined, wanted = (set().union(*parts) for parts in zip(*used))
     ours = {name: path.stem for path in BUILD.glob("*.o") for name in symbols(path)[0]}

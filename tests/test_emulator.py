@@ -14,7 +14,7 @@ SEEDS = range(4)
 # What a right case prints.
 RIGHT = {
     "tree": "8128", "last block": None, "warp": "496", "warp calls": "0", "read": "0", "read four": "0", "shared": "1",
-    "shared most": "1", "shared opted in": "1", "pipeline": "130816", "dependent": "9", "graph": "10", "event": "1",
+    "shared most": "1", "shared opted in": "1", "pipeline": "130816", "dependent": "9", "graph": "10", "event": "1", "host function": "14", "gather": "3",
     "matrix products": "0", "conversions": "ok", "blas": "ok", "counters": "",
 }
 # What the message of a planted fault says, and which kernel, block and thread it names.
@@ -57,6 +57,9 @@ HOST_FAULTS = {
     "static shared too large": r"kernel large_static: 52000 bytes of static",
     "too many threads": r"kernel shared_end: a block of 1025 x 1 x 1",
     "capture waits": r"while a stream is being captured",
+    "host function reads device": r"the host touches device memory, byte 0 of 4",
+    "host function calls": r"a call of the API in a function of cudaLaunchHostFunc",
+    "gather too much": r"what ncclAllGather sends: 80004 bytes at byte 0 of an allocation of 80000",
 }
 # Wrong programs that are not caught: what they print changes with the seed, or is not what it should be.
 WRONG_RESULTS = {"float atomics", "no event"}

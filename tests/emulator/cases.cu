@@ -410,6 +410,67 @@ static void capture_waits()
     cudaStreamSynchronize(s);
 }
 
+/* A graph of a kernel, a copy to the host, the host's own function and a copy back; `what` is a wrong function. */
+static int *of_device;
+static void twice(void *pinned) { *(int *)pinned *= 2; }
+static void touches_device(void *pinned) { *(int *)pinned = *of_device; }
+static void calls(void *) { cudaMalloc(&of_device, 4); }
+static void host_function(void (*what)(void *))
+{
+    cudaStream_t s;
+    cudaGraph_t g;
+    cudaGraphExec_t x;
+    int *p = of_device = device<int>(1), *pinned;
+    cudaLaunchConfig_t c = {};
+    must(cudaMallocHost(&pinned, sizeof *pinned), "pinned");
+    must(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "stream");
+    must(cudaMemsetAsync(p, 0, sizeof *p, s), "memset");
+    must(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), "capture");
+    c.stream = s;
+    must(cudaLaunchKernelEx(&c, increment, p), "launch");
+    must(cudaMemcpyAsync(pinned, p, sizeof *p, cudaMemcpyDeviceToHost, s), "copy");
+    must(cudaLaunchHostFunc(s, what, pinned), "host function");
+    must(cudaMemcpyAsync(p, pinned, sizeof *p, cudaMemcpyHostToDevice, s), "copy");
+    must(cudaStreamEndCapture(s, &g), "end");
+    must(cudaGraphInstantiate(&x, g, 0), "instantiate");
+    for (int i = 0; i < 3; i++) must(cudaGraphLaunch(x, s), "launch");
+    must(cudaStreamSynchronize(s), "synchronize");
+    printf("%d\n", *pinned);
+    cudaGraphDestroy(g);
+    cudaGraphExecDestroy(x);
+    cudaStreamDestroy(s);
+    cudaFree(p);
+    cudaFreeHost(pinned);
+}
+
+/* A group of one: what it gets is what it brings. */
+extern "C" {
+struct ncclUniqueId { char internal[128]; };
+int ncclGetUniqueId(ncclUniqueId *id);
+int ncclCommInitRank(struct ncclComm **comm, int size, ncclUniqueId id, int rank);
+int ncclAllGather(const void *from, void *to, size_t n, int type, struct ncclComm *comm, cudaStream_t stream);
+int ncclCommDestroy(struct ncclComm *comm);
+}
+static void gather(size_t n)
+{
+    enum { NUMBERS = 20000, FLOAT = 7 };
+    cudaStream_t s;
+    ncclUniqueId id;
+    struct ncclComm *group;
+    float *from = device<float>(NUMBERS), *to = device<float>(NUMBERS), last = 3;
+    must(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "stream");
+    must(cudaMemcpy(from + NUMBERS - 1, &last, sizeof last, cudaMemcpyHostToDevice), "copy");
+    must(ncclGetUniqueId(&id) == 0 && ncclCommInitRank(&group, 1, id, 0) == 0, "a group");
+    must(ncclAllGather(from, to, n, FLOAT, group, s) == 0, "gather");
+    must(cudaStreamSynchronize(s), "synchronize");
+    must(cudaMemcpy(&last, to + NUMBERS - 1, sizeof last, cudaMemcpyDeviceToHost), "copy");
+    printf("%g\n", last);
+    ncclCommDestroy(group);
+    cudaStreamDestroy(s);
+    cudaFree(from);
+    cudaFree(to);
+}
+
 /* ---- numbers ----------------------------------------------------------------------------------------------------- */
 
 /* Fragments of a 16 x 16 matrix a and a 16 x 8 matrix b, filled as the PTX manual says, element by element. */
@@ -600,6 +661,11 @@ int main(int argc, char **argv)
         { "event", [] { event(true); } },
         { "no event", [] { event(false); } },
         { "capture waits", capture_waits },
+        { "host function", [] { host_function(twice); } },
+        { "host function reads device", [] { host_function(touches_device); } },
+        { "host function calls", [] { host_function(calls); } },
+        { "gather", [] { gather(20000); } },
+        { "gather too much", [] { gather(20001); } },
         { "matrix products", run_matrix_products },
         { "conversions", conversions },
         { "blas", blas },

@@ -26,6 +26,7 @@ static size_t in_use, pinned_in_use;               /* bytes of device memory, of
 static int live_objects[4];                        /* streams, events, graphs, graph instances */
 static const char *const object_names[4] = { "streams", "events", "graphs", "graph instances" };
 static int opened;
+static bool in_host_function;
 
 static const char *kind(const allocation &a) { return a.pinned ? "host" : "device"; }
 
@@ -41,18 +42,20 @@ static void protect(const allocation &a, int how)
     if (mprotect((void *)a.map, a.map_end - a.map, how)) die("mprotect failed");
 }
 
+static void protect_device(int how)
+{
+    for (const allocation &a : all)
+        if (!a.pinned && !a.freed) protect(a, how);
+}
+
 device_open::device_open()
 {
-    if (opened++) return;
-    for (const allocation &a : all)
-        if (!a.pinned && !a.freed) protect(a, PROT_READ | PROT_WRITE);
+    if (!opened++) protect_device(PROT_READ | PROT_WRITE);
 }
 
 device_open::~device_open()
 {
-    if (--opened) return;
-    for (const allocation &a : all)
-        if (!a.pinned && !a.freed) protect(a, PROT_NONE);
+    if (!--opened) protect_device(PROT_NONE);
 }
 
 void check_device(const void *p, size_t bytes, const char *what)
@@ -165,6 +168,7 @@ static allocation &take_back(void *p, bool pinned, const char *what)
 bool fails()
 {
     static long calls;
+    if (in_host_function) die("a call of the API in a function of cudaLaunchHostFunc");
     return ++calls == options().fail;
 }
 }
@@ -288,6 +292,21 @@ cudaError_t cudaStreamQuery(cudaStream_t s)
     if (q->queue.empty()) return cudaSuccess;
     step(q);
     return cudaErrorNotReady;
+}
+/* The host's function sees no device memory. */
+cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void *user)
+{
+    MAY_FAIL();
+    enqueue(s, [=] {
+        first_in_flight = launch_number + 1;
+        protect_device(PROT_NONE);
+        in_host_function = true;
+        f(user);
+        in_host_function = false;
+        protect_device(PROT_READ | PROT_WRITE);
+        records["functions of the host"].launches++;
+    });
+    return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize()
 {
@@ -628,15 +647,25 @@ cudaError_t cudaGetDeviceCount(int *n)
     *n = options().devices;
     return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int device)
+static int device_now;
+static cudaError_t find_device(int device)
 {
     int n;
     cudaError_t e = cudaGetDeviceCount(&n);
     return e ? e : device < 0 || device >= n ? given(cudaErrorInvalidDevice) : cudaSuccess;
 }
+/* What a process has allocated lies on one device. */
+cudaError_t cudaSetDevice(int device)
+{
+    cudaError_t e = find_device(device);
+    if (e) return e;
+    if (device != device_now && (in_use || !streams.empty())) die("cudaSetDevice: another device is in use");
+    device_now = device;
+    return cudaSuccess;
+}
 cudaError_t cudaGetDevice(int *device)
 {
-    *device = 0;
+    *device = device_now;
     return cudaSuccess;
 }
 cudaError_t cudaSetDeviceFlags(unsigned) { return cudaSuccess; }
@@ -652,7 +681,7 @@ cudaError_t cudaRuntimeGetVersion(int *version)
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device)
 {
-    cudaError_t e = cudaSetDevice(device);
+    cudaError_t e = find_device(device);
     if (e) return e;
     *p = cudaDeviceProp{ "the emulator", options().memory, STATIC_SHARED, options().shared, SM_SHARED, 9, 0, 4,
                          (int)MOST_THREADS, 1 << 20, (int)WARP, 65536 };

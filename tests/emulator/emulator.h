@@ -24,6 +24,7 @@
  *   pinned=BYTES  what may be pinned of the host's (1 GiB)
  *   shared=BYTES  shared memory that a block may ask for (227 KiB, which is the most)
  *   memory=BYTES  device memory (1 GiB)          devices=N  (1)          driver=N  version of the driver (13000)
+ *   nccl=WHAT     absent: there is no NCCL; refuses: its ranks cannot join
  *   fail=N        the N-th API call that may fail returns cudaErrorUnknown
  *   counters=FILE at the end, a JSON object of what each kernel did, and of the bytes copied to the host
  *
@@ -54,7 +55,7 @@ struct settings {
     size_t memory, pinned, shared;
     int devices, driver;
     long fail;
-    std::string counters;
+    std::string counters, nccl;
 };
 const settings &options();
 /* A number below n; the same sequence for the same seed. */
