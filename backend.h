@@ -58,7 +58,7 @@ struct backend_options {
     bool evicts;                       /* the views sum masses, and rows of theirs may be gone */
     void (*progress)(double done);     /* called while weights are read, 0..1; may be NULL */
     struct comm *comm;                 /* the ranks that hold the model's other parts; NULL = it is whole */
-    int place, places;                 /* this process among those of its machine that use devices */
+    int place;                         /* number of the device that is used, counted around */
 };
 
 /* The CPU backend (cpu.c). Errors: GEN_USAGE for GEN_ISA, GEN_MODEL for a file that shrinks, GEN_RUN for memory. */

@@ -26,7 +26,7 @@ struct post { struct bytes data; uint64_t length; MPI_Request *parts; int n; };
 
 struct comm {
     int rank, size;
-    int place, places;                 /* on this machine */
+    int place, places, machine;        /* on this machine; the rank of the first one there */
     bool lost;
     struct post *posts;                /* [size] the last one to each rank */
     float *all;                        /* [size][PIECE] every rank's part of an exchange */
@@ -46,6 +46,8 @@ bool comm_open(struct comm **out, struct error *e)
     MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &here);
     MPI_Comm_rank(here, &c->place);
     MPI_Comm_size(here, &c->places);
+    c->machine = c->rank;
+    MPI_Bcast(&c->machine, 1, MPI_INT, 0, here);
     MPI_Comm_free(&here);
     c->all = alloc_zeroed((size_t)size * PIECE, sizeof *c->all, "what the processes exchange", e);
     c->posts = alloc_zeroed((size_t)size, sizeof *c->posts, "messages to other processes", e);
@@ -93,6 +95,8 @@ int comm_place(const struct comm *c, int *of)
     *of = c ? c->places : 1;
     return c ? c->place : 0;
 }
+
+int comm_machine(const struct comm *c) { return c ? c->machine : 0; }
 
 void comm_gather(struct comm *c, const float *x, size_t n, float *out)
 {
@@ -199,6 +203,7 @@ bool comm_lost(const struct comm *c) { (void)c; return false; }
 int comm_rank(const struct comm *c) { (void)c; return 0; }
 int comm_size(const struct comm *c) { (void)c; return 1; }
 int comm_place(const struct comm *c, int *of) { (void)c; *of = 1; return 0; }
+int comm_machine(const struct comm *c) { (void)c; return 0; }
 void comm_gather(struct comm *c, const float *x, size_t n, float *out) { (void)c; memcpy(out, x, n * sizeof *x); }
 void comm_sum(struct comm *c, float *x, size_t n) { (void)c; (void)x; (void)n; }
 void comm_share(struct comm *c, void *data, size_t n) { (void)c; (void)data; (void)n; }

@@ -22,6 +22,7 @@ int comm_rank(const struct comm *c);   /* 0 for NULL */
 int comm_size(const struct comm *c);   /* 1 for NULL */
 /* Which of the group's processes on this machine this one is, and how many those are: 0 of 1 for NULL. */
 int comm_place(const struct comm *c, int *of);
+int comm_machine(const struct comm *c);            /* rank of the first process on this machine */
 
 /* Ends the processes of all ranks at once with this exit code: for a rank that cannot go on. */
 void comm_abort(struct comm *c, int code) __attribute__((noreturn));

@@ -1772,16 +1772,26 @@ static bool find_device(cudaDeviceProp *device, int place, int *n, struct error 
     return true;
 }
 
-static bool open_parts(struct gpu *c, const struct backend_options *o, int *devices)
+/* The ranks cannot divide the KV heads as they are. */
+static bool refuse_heads(const struct model *m, struct error *e)
 {
+    int repeated = m->n_kv;
+    while (repeated % m->ranks) repeated += m->n_kv;
+    char repeat[60] = "";
+    if (m->n_head % repeated == 0) snprintf(repeat, sizeof repeat, "repeat them with --kv-heads %d, or ", repeated);
+    return fail(e, GEN_MODEL, "%s: %d key/value heads cannot be divided evenly among %d ranks, which CUDA asks for: "
+                "%schoose another --tensor-parallel", gguf_path(m->file), m->n_kv, m->ranks, repeat);
+}
+
+static bool open_parts(struct gpu *c, const struct backend_options *o)
+{
+    int devices;
     const struct model *m = c->m;
     const char *odd = attention_refuses(m->head_k, m->head_v, m->n_head / m->n_kv);
     if (odd)
         return fail(c->e, GEN_MODEL, "%s: the CUDA backend does not take %s", gguf_path(m->file), odd);
-    if (m->by_token)
-        return fail(c->e, GEN_MODEL, "%s: %d key/value heads cannot be divided evenly among %d ranks, which CUDA asks "
-                    "for: choose another --tensor-parallel", gguf_path(m->file), m->n_kv, m->ranks);
-    if (!find_device(&c->device, o->place, devices, c->e)) return false;
+    if (m->by_token) return refuse_heads(m, c->e);
+    if (!find_device(&c->device, o->place, &devices, c->e)) return false;
     c->max_rows = o->max_rows;
     c->max_sequences = o->max_sequences;
     c->max_seen = o->max_seen;
@@ -1800,12 +1810,12 @@ static bool open_parts(struct gpu *c, const struct backend_options *o, int *devi
 }
 
 /* Whatever has become of this rank's part, the others are told. */
-static bool open_exchange(struct gpu *c, const struct backend_options *o, int devices, bool ok)
+static bool open_exchange(struct gpu *c, const struct backend_options *o, bool ok)
 {
     const struct model *m = c->m;
     size_t sums = (size_t)o->max_rows * m->n_embd, gathers = (size_t)LOGIT_ROWS * exchange_most(o->comm, m->n_vocab);
     if (comm_size(o->comm) == 1) return ok;
-    if (!exchange_open(&c->exchange, o->comm, c->stream, o->places <= devices, sums, gathers, ok, c->e)) return false;
+    if (!exchange_open(&c->exchange, o->comm, c->stream, sums, gathers, ok, c->e)) return false;
     snprintf(c->name, sizeof c->name, "%s, %d ranks by %s", c->device.name, comm_size(o->comm),
              exchange_way(c->exchange));
     return true;
@@ -1828,13 +1838,11 @@ extern "C" bool cuda_open(struct backend **out, const struct model *m, const str
 {
     struct gpu *c = (struct gpu *)alloc_zeroed(1, sizeof *c, "the CUDA backend", e);
     if (!comm_agree(o->comm, c != NULL, e)) return free(c), false;
-    int devices = 1;
     c->m = m;
     c->e = e;
     c->comm = o->comm;
     c->pool = { pool_open, pool_close, pool_copy, pool_move, pool_settle, pool_compact };
-    bool ok = open_parts(c, o, &devices);
-    if (!open_exchange(c, o, devices, ok)) return cuda_close(&c->base), false;
+    if (!open_exchange(c, o, open_parts(c, o))) return cuda_close(&c->base), false;
     fill_base(c);
     c->e = NULL;
     *out = &c->base;

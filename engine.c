@@ -224,7 +224,7 @@ static bool open_backend(struct engine *g, const struct plan *p, struct error *e
 {
     struct error why = { 0 };
     struct backend_options o = { g->o.threads, g->max_rows, g->o.max_sequences, p->seen, g->o.evict,
-                                 g->o.progress ? load_progress : NULL, g->o.comm, g->o.place, g->o.places };
+                                 g->o.progress ? load_progress : NULL, g->o.comm, g->o.place };
     progress_of_load = g->o.progress;
     bool file = g->o.kv_offload && strcmp(g->o.kv_offload, "host");
     if (g->o.backend == BACKEND_CUDA && file)
@@ -232,7 +232,8 @@ static bool open_backend(struct engine *g, const struct plan *p, struct error *e
                     "host, --kv-offload host");
     bool can = g->o.backend != BACKEND_CPU && !file;
     if (can && cuda_open(&g->b, g->m, &o, &why)) return true;
-    if (g->o.backend == BACKEND_CUDA || comm_lost(o.comm)) return fail(e, why.code, "%s; --backend cpu does without CUDA", why.text);
+    if (g->o.backend == BACKEND_CUDA || comm_lost(o.comm))
+        return fail(e, why.code, "%s; --backend cpu does without CUDA", why.text);
     if (can) memcpy(g->note, why.text, sizeof g->note);
     return comm_agree(o.comm, cpu_open(&g->b, g->m, &o, e), e);
 }
@@ -328,10 +329,11 @@ bool engine_wait(struct comm *comm, struct engine_options *o)
     struct bytes told = { 0 };
     struct error e = { 0 };
     bool more = ranks_hear(comm, &told, &e);
+    int places;
     if (more) {
         memcpy(o, told.data, sizeof *o);
         o->comm = comm;
-        o->place = comm_place(comm, &o->places);
+        o->place = comm_place(comm, &places);
         o->progress = NULL;
         o->kv_offload = NULL;
     }

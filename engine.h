@@ -31,7 +31,7 @@ struct engine_options {
                                         * memory; NULL = nowhere */
     void (*progress)(const char *what, double done);   /* load and prefill, 0..1; may be NULL */
     struct comm *comm;                 /* the ranks that hold the model's other parts; NULL = it is whole */
-    int place, places;                 /* this process among those of its machine that use devices: 0 of 1 if alone */
+    int place;                         /* number of this machine's device that CUDA uses, counted around */
 };
 
 struct engine;

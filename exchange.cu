@@ -11,6 +11,7 @@
 #include <dlfcn.h>
 #endif
 #include <stdlib.h>
+#include <string.h>
 
 #include "device.h"
 
@@ -100,7 +101,8 @@ static __global__ void spread_kernel(const float *all, int size, int width, int 
 
 /* ---- both ways --------------------------------------------------------------------------------------------------- */
 
-enum { TRIED = 32 };                   /* numbers of the first sum */
+enum { TRIED = 32,                     /* numbers of the first sum */
+       FACTS = 4 };                    /* of a rank: it has NCCL; machine, PCI domain and number there of its device */
 
 /* What the host does in the midst of the stream; graphs point to it. */
 struct call { struct call *next; struct exchange *x; size_t n; bool sum; };
@@ -112,6 +114,7 @@ struct exchange {
     float *all;                        /* on the device: every rank's numbers */
     float *host, *host_all;            /* pinned: this rank's, and in a gathering every rank's */
     float *ones;                       /* [TRIED] on the device */
+    float (*facts)[FACTS];             /* [ranks] */
     struct call *calls;
 };
 
@@ -119,7 +122,8 @@ const char *exchange_way(const struct exchange *x) { return x->nccl.comm ? "NCCL
 
 static bool check(cudaError_t r, const char *call, struct error *e)
 {
-    return r == cudaSuccess || fail(e, GEN_RUN, "CUDA: %s of the exchange between ranks failed: %s", call, cudaGetErrorString(r));
+    return r == cudaSuccess || fail(e, GEN_RUN, "CUDA: %s of the exchange between ranks failed: %s", call,
+                                    cudaGetErrorString(r));
 }
 
 template <class... P, class... A>
@@ -197,7 +201,23 @@ void exchange_gather(struct exchange *x, float *y, int rows, int width, struct e
 
 /* ---- opening ----------------------------------------------------------------------------------------------------- */
 
-/* All ranks have the library and a device each. */
+/* All ranks have NCCL, and no two of them one device. */
+static bool can_join(struct exchange *x)
+{
+    int device = 0;
+    cudaDeviceProp p = {};
+    bool known = cudaGetDevice(&device) == cudaSuccess && cudaGetDeviceProperties(&p, device) == cudaSuccess;
+    const float own[FACTS] = { (float)(known && nccl_load(&x->nccl)), (float)comm_machine(x->comm),
+                               (float)p.pciDomainID, (float)(p.pciBusID * 32 + p.pciDeviceID) };
+    comm_gather(x->comm, own, FACTS, x->facts[0]);
+    bool can = true;
+    for (int r = 0; r < comm_size(x->comm); r++) {
+        can = can && x->facts[r][0];
+        for (int k = 0; k < r; k++) can = can && memcmp(x->facts[r], x->facts[k], sizeof x->facts[r]);
+    }
+    return can;
+}
+
 static bool join(struct exchange *x, struct error *e)
 {
     struct { ncclUniqueId id; ncclResult_t r; } first = {};
@@ -253,16 +273,14 @@ static bool try_once(struct exchange *x, struct error *e)
     return true;
 }
 
-bool exchange_open(struct exchange **out, struct comm *comm, cudaStream_t stream, bool alone, size_t sums,
-                   size_t gathers, bool ok, struct error *e)
+bool exchange_open(struct exchange **out, struct comm *comm, cudaStream_t stream, size_t sums, size_t gathers, bool ok,
+                   struct error *e)
 {
     struct exchange *x = *out = ok ? (struct exchange *)alloc_zeroed(1, sizeof *x, "the exchange", e) : NULL;
-    if (!comm_agree(comm, x != NULL, e)) return false;
-    x->comm = comm;
-    x->stream = stream;
-    float lacking = !alone || !nccl_load(&x->nccl);
-    comm_sum(comm, &lacking, 1);
-    ok = comm_agree(comm, lacking || join(x, e), e) && comm_agree(comm, open_buffers(x, sums, gathers, e), e);
+    void *facts = x ? alloc_zeroed(comm_size(comm), sizeof *x->facts, "the exchange", e) : NULL;
+    if (x) x->comm = comm, x->stream = stream, x->facts = (float (*)[FACTS])facts;
+    if (!comm_agree(comm, facts != NULL, e)) return false;
+    ok = comm_agree(comm, !can_join(x) || join(x, e), e) && comm_agree(comm, open_buffers(x, sums, gathers, e), e);
     if (ok && !try_once(x, e)) return comm_lose(comm), false;
     if (!ok && x->nccl.comm) x->nccl.abort(x->nccl.comm), x->nccl.comm = NULL;
     return ok;
@@ -279,5 +297,6 @@ void exchange_close(struct exchange *x)
         x->calls = c->next;
         free(c);
     }
+    free(x->facts);
     free(x);
 }

@@ -12,17 +12,17 @@ extern "C" {
 struct exchange;
 
 /* Called by all ranks of the group, by one with ok = false whose *e says what has failed before: all succeed, or all
- * fail with the error of the first that does. By NCCL where all ranks have it and a device each (`alone`: this rank's
- * is its own). sums, gathers: most numbers of an exchange_sum, and that a rank brings to an exchange_gather. Errors:
- * GEN_RUN for memory and calls that fail. */
-bool exchange_open(struct exchange **out, struct comm *comm, cudaStream_t stream, bool alone, size_t sums,
-                   size_t gathers, bool ok, struct error *e);
+ * fail with the error of the first that does (a rank that is then lost alone). By NCCL where all ranks have it, and
+ * current devices that differ. sums, gathers: most numbers of an exchange_sum, and that a rank brings to an
+ * exchange_gather. Errors: GEN_RUN for memory and calls that fail. */
+bool exchange_open(struct exchange **out, struct comm *comm, cudaStream_t stream, size_t sums, size_t gathers, bool ok,
+                   struct error *e);
 /* By all ranks as well; x may be NULL. */
 void exchange_close(struct exchange *x);
 /* "NCCL" or "MPI". */
 const char *exchange_way(const struct exchange *x);
 
-/* Both put work on the stream, by all ranks in the same order; the stream may be captured. Where e has a code they do
+/* Both put work on the stream, by all ranks in the same order; the stream may be captured. Where *e has a code they do
  * nothing; errors: GEN_RUN. */
 /* y[rows][width] on the device = the sum of all ranks' y, each row multiplied by scale[row] (NULL = 1), which becomes
  * 1. Added in the order of ranks, as by comm_sum. */

@@ -321,7 +321,6 @@ static struct engine_options engine_options(const struct program *p, int64_t ctx
         .kv_memory = (size_t)p->o.kv_memory, .kv_offload = p->o.kv_offload,
         .overcommit = p->o.mode == MODE_BATCH && p->o.layout == KV_PAGED,
         .progress = progress, .comm = p->o.data_parallel ? NULL : p->comm, .place = place,
-        .places = places,
     };
 }
 

@@ -97,6 +97,28 @@ def test_a_chat_of_several_turns(model):
     assert ranks(2, *words, settings=NCCL, stdin=stdin).stdout == emulated(GEN, *words, "--backend", "cuda", stdin=stdin).stdout != ""
 
 
+def test_each_rank_sees_one_device_of_its_own(model):
+    """As where a script sets CUDA_VISIBLE_DEVICES for each: NCCL can be used, if all ranks have it."""
+    words = ["-m", model(layers=1), "-p", "x", "-n", 1, "-c", 64, "--verbose"]
+    own = [f"devices=1,first={r}" for r in (0, 1)]
+    by = at_once(lambda settings: ranks(2, *words, settings=settings).stderr, (own, [own[0], own[1] + ",nccl=absent"]))
+    assert "2 ranks by NCCL" in by[0] and "2 ranks by MPI" in by[1]
+
+
+def test_launches_of_a_step(model, tmp_path):
+    """Beside those of one device: for each layer two gatherings and two kernels that add, and the same for the logits."""
+    def run(n):
+        counters = tmp_path / str(n)
+        r = ranks(2, "-m", model(layers=2), "-p", "x", "-n", n, "--temp", 0, "--ignore-eos", "-c", 64, "-q",
+                  settings=[f"devices=2,counters={counters}", "devices=2"])
+        assert r.returncode == 0, r.stderr
+        return {name: k["launches"] for name, k in json.loads(counters.read_text()).items()}
+    few, more = at_once(run, (8, 9))
+    grown = {name: n - few.get(name, 0) for name, n in more.items() if n != few.get(name, 0)}
+    assert grown["NCCL"] == 2 * 2 + 1 and grown["add_kernel"] == 2 * 2 and grown["spread_kernel"] == 1, grown
+    assert sum(grown.values()) == (5 * 2 + 3) + 2 * (2 * 2 + 1), grown
+
+
 def test_lines_on_several_devices(model, tmp_path):
     """--data-parallel: each process takes a device of its own, with the same bits."""
     lines = tmp_path / "lines"
@@ -133,10 +155,12 @@ def refused(r, *says):
 
 
 def test_heads_that_cannot_be_divided(model):
-    """A sentence; where nothing was asked for, all ranks take the processor."""
+    """A sentence; where nothing was asked for, all ranks take the processor. Heads that are repeated can be divided."""
     words = ["-m", model(weight="F32", layers=1, heads=4, kv_heads=1), *ASK]
-    cuda, auto, cpu = at_once(lambda backend: ranks(2, *words, settings=NCCL, backend=backend), ("cuda", None, "cpu"))
-    refused(cuda, "1 key/value heads", "2 ranks", "--backend cpu")
+    cuda, auto, cpu, repeated = at_once(lambda backend, *more: ranks(2, *words, *more, settings=NCCL, backend=backend),
+                                        ("cuda", None, "cpu", "cuda"), ("--seed=1", "--seed=1", "--seed=1", "--kv-heads=2"))
+    refused(cuda, "1 key/value heads", "2 ranks", "--kv-heads 2", "--backend cpu")
+    assert close(told(cpu), told(repeated), BOUND["f16"]) >= 1
     assert told(auto)["logits_sha256"] == told(cpu)["logits_sha256"] and "CUDA is not used" in auto.stderr
 
 

@@ -684,7 +684,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device)
     cudaError_t e = find_device(device);
     if (e) return e;
     *p = cudaDeviceProp{ "the emulator", options().memory, STATIC_SHARED, options().shared, SM_SHARED, 9, 0, 4,
-                         (int)MOST_THREADS, 1 << 20, (int)WARP, 65536 };
+                         (int)MOST_THREADS, 1 << 20, (int)WARP, 65536, 0, options().first + device + 1, 0 };
     return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device)

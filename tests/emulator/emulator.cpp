@@ -19,7 +19,7 @@ namespace emulator {
 const settings &options()
 {
     static const settings s = [] {
-        settings r = { 0, (size_t)1 << 30, (size_t)1 << 30, MOST_SHARED, 1, 13000, 0, "", "" };
+        settings r = { 0, (size_t)1 << 30, (size_t)1 << 30, MOST_SHARED, 1, 0, 13000, 0, "", "" };
         const char *text = getenv("CUDA_EMULATOR");
         std::string all = text ? text : "";
         for (size_t i = 0, j; i < all.size(); i = j + 1) {
@@ -31,6 +31,7 @@ const settings &options()
             else if (name == "pinned") r.pinned = strtoull(value.c_str(), NULL, 10);
             else if (name == "shared") r.shared = strtoull(value.c_str(), NULL, 10);
             else if (name == "devices") r.devices = atoi(value.c_str());
+            else if (name == "first") r.first = atoi(value.c_str());
             else if (name == "driver") r.driver = atoi(value.c_str());
             else if (name == "fail") r.fail = atol(value.c_str());
             else if (name == "counters") r.counters = value;

@@ -24,6 +24,7 @@
  *   pinned=BYTES  what may be pinned of the host's (1 GiB)
  *   shared=BYTES  shared memory that a block may ask for (227 KiB, which is the most)
  *   memory=BYTES  device memory (1 GiB)          devices=N  (1)          driver=N  version of the driver (13000)
+ *   first=N       the machine's device that is the first this program sees (0)
  *   nccl=WHAT     absent: there is no NCCL; refuses: its ranks cannot join
  *   fail=N        the N-th API call that may fail returns cudaErrorUnknown
  *   counters=FILE at the end, a JSON object of what each kernel did, and of the bytes copied to the host
@@ -53,7 +54,7 @@ constexpr unsigned MOST_THREADS = 1024, WARP = 32;
 struct settings {
     uint64_t seed;
     size_t memory, pinned, shared;
-    int devices, driver;
+    int devices, first, driver;
     long fail;
     std::string counters, nccl;
 };

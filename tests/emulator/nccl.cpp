@@ -66,10 +66,14 @@ int ncclCommInitRank(ncclComm **comm, int size, ncclUniqueId id, int rank)
     bool refuses = fails() || options().nccl == "refuses";
     if (refuses) s->failed = true;
     cudaGetDevice(&s->device[rank]);
+    s->device[rank] += options().first;
     pthread_barrier_wait(&s->barrier);
     if (rank == 0) unlink(id.internal);
     for (int r = 0; r < size; r++) other += r != rank && s->device[r] == s->device[rank];
-    if (s->failed || other) return munmap(s, sizeof *s), refuses ? ncclSystemError : other ? ncclInvalidUsage : ncclRemoteError;
+    if (s->failed || other) {
+        munmap(s, sizeof *s);
+        return refuses ? ncclSystemError : other ? ncclInvalidUsage : ncclRemoteError;
+    }
     *comm = new ncclComm{ rank, size, s };
     return ncclSuccess;
 }

@@ -42,6 +42,7 @@ struct cudaDeviceProp {
     char name[256];
     size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
     int major, minor, multiProcessorCount, maxThreadsPerBlock, l2CacheSize, warpSize, regsPerBlock;
+    int pciDomainID, pciBusID, pciDeviceID;
 };
 
 enum cudaLaunchAttributeID { cudaLaunchAttributeIgnore = 0, cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
