@@ -6,8 +6,8 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import BUILD, ROOT
-from test_cuda import SMALL, at_once, emulated
+from conftest import BUILD, ROOT, SANITIZED, run_program
+from test_cuda import SMALL, at_once
 from test_ranks import BOUND, MPIRUN, answer, close
 
 GEN = BUILD / "emulated" / "gen"
@@ -34,23 +34,28 @@ def ranks(n, *args, settings=(), backend="cuda", gen=GEN, parallel="--tensor-par
     words = [gen, *(["--tensor-parallel", n] if parallel == "--tensor-parallel" else [parallel]), "-t", 1, *args]
     words += ["--backend", backend] if backend else []
     parts = [[":", "-n", 1, "-x", f"CUDA_EMULATOR={s}", *words] for s in settings]
-    return emulated(MPIRUN, *root, "--oversubscribe", *sum(parts, [])[1:], **how)
+    return run_program(list(map(str, [MPIRUN, *root, "--oversubscribe", *sum(parts, [])[1:]])), timeout=300, **how)
+
+
+def alone(*args, **how):
+    """Runs gen on one device."""
+    return run_program(list(map(str, [GEN, *args, "--backend", "cuda"])), timeout=300, env={"CUDA_EMULATOR": ""}, **how)
 
 
 def said(r):
-    return [line for line in r.stderr.splitlines() if line.startswith("gen: ")]
+    return [line for line in r.err.splitlines() if line.startswith("gen: ")]
 
 
 def told(r):
-    assert r.returncode == 0, r.stderr
-    return answer(r.stdout)
+    assert r.rc == 0, r.err
+    return answer(r.out)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def built():
     if not GEN.exists():
         pytest.fail(f"{GEN} is not there: make emulated builds it")
-    if "without MPI" in emulated(GEN, "--tensor-parallel", 2, "-m", "none", "-p", "x").stderr:
+    if "without MPI" in alone("--tensor-parallel", 2, "-m", "none", "-p", "x").err:
         pytest.skip("gen was built without MPI (Debian: libopenmpi-dev)")
 
 
@@ -62,7 +67,7 @@ def test_parts_say_what_the_whole_says(model, n, kv, weight, cache):
              cache[1], *ASK]
     bound = BOUND[cache[1]] if weight == "F32" else max(BOUND[cache[1]], 5e-2)
     whole, nccl, host = at_once(lambda run: told(run()), [
-        lambda: emulated(GEN, *words, "--backend", "cuda"), lambda: ranks(n, *words, settings=NCCL),
+        lambda: alone(*words), lambda: ranks(n, *words, settings=NCCL),
         lambda: ranks(n, *words, settings=HOST)])
     assert nccl["logits_sha256"] == host["logits_sha256"]
     assert nccl["kv"]["bytes_used"] * n == whole["kv"]["bytes_used"]
@@ -74,7 +79,7 @@ def test_parts_say_what_the_whole_says(model, n, kv, weight, cache):
 def test_architectures(model, arch, more):
     """Biases, norms after the sums, windows, soft caps, a vocabulary that the ranks do not divide evenly."""
     words = ["-m", model(arch=arch, heads=4, kv_heads=2, **more), "-ctk", "f32", "-ctv", "f32", *ASK]
-    whole, nccl = at_once(lambda run: told(run()), [lambda: emulated(GEN, *words, "--backend", "cuda"),
+    whole, nccl = at_once(lambda run: told(run()), [lambda: alone(*words),
                                                     lambda: ranks(2, *words, settings=NCCL)])
     assert close(whole, nccl, 1e-3) >= 1
 
@@ -85,8 +90,8 @@ def test_a_batch(model):
              "f32", "-ctv", "f32", "--batch", "-", "-np", "10"]
     lines = "".join(json.dumps({"prompt": "what all have in common is longer than a block" + end, "n": 2}) + "\n"
                     for end in ("", " and", " more" * 5, ", too", "."))
-    whole, parts = at_once(lambda run: [answer(line)["response"]["text"] for line in run().stdout.splitlines()], [
-        lambda: emulated(GEN, *words, "--backend", "cuda", stdin=lines), lambda: ranks(2, *words, settings=HOST, stdin=lines)])
+    whole, parts = at_once(lambda run: [answer(line)["response"]["text"] for line in run().out.splitlines()], [
+        lambda: alone(*words, stdin=lines), lambda: ranks(2, *words, settings=HOST, stdin=lines)])
     assert len(whole) == 10 and parts == whole
 
 
@@ -94,14 +99,14 @@ def test_a_chat_of_several_turns(model):
     words = ["-m", model(weight="F32", layers=1, heads=4, kv_heads=2), "--chat", "--chat-template", "chatml", "-n", "4", "--temp", "0", "-q",
              "-ctk", "f32", "-ctv", "f32", "-c", "256", "--window", "64"]
     stdin = "one\ntwo\n/undo\nthree\n"
-    assert ranks(2, *words, settings=NCCL, stdin=stdin).stdout == emulated(GEN, *words, "--backend", "cuda", stdin=stdin).stdout != ""
+    assert ranks(2, *words, settings=NCCL, stdin=stdin).out == alone(*words, stdin=stdin).out != b""
 
 
 def test_each_rank_sees_one_device_of_its_own(model):
     """As where a script sets CUDA_VISIBLE_DEVICES for each: NCCL can be used, if all ranks have it."""
     words = ["-m", model(layers=1), "-p", "x", "-n", 1, "-c", 64, "--verbose"]
     own = [f"devices=1,first={r}" for r in (0, 1)]
-    by = at_once(lambda settings: ranks(2, *words, settings=settings).stderr, (own, [own[0], own[1] + ",nccl=absent"]))
+    by = at_once(lambda settings: ranks(2, *words, settings=settings).err, (own, [own[0], own[1] + ",nccl=absent"]))
     assert "2 ranks by NCCL" in by[0] and "2 ranks by MPI" in by[1]
 
 
@@ -111,7 +116,7 @@ def test_launches_of_a_step(model, tmp_path):
         counters = tmp_path / str(n)
         r = ranks(2, "-m", model(layers=2), "-p", "x", "-n", n, "--temp", 0, "--ignore-eos", "-c", 64, "-q",
                   settings=[f"devices=2,counters={counters}", "devices=2"])
-        assert r.returncode == 0, r.stderr
+        assert r.rc == 0, r.err
         return {name: k["launches"] for name, k in json.loads(counters.read_text()).items()}
     few, more = at_once(run, (8, 9))
     grown = {name: n - few.get(name, 0) for name, n in more.items() if n != few.get(name, 0)}
@@ -125,7 +130,7 @@ def test_lines_on_several_devices(model, tmp_path):
     lines.write_text("".join(json.dumps({"prompt": f"line {i}"}) + "\n" for i in range(3)))
     words = ["-m", model(layers=1), "--temp", "0", "-q", "-n", "4", "-c", "64", "-s", "1", "--batch", lines]
     parts = ranks(2, *words, settings=NCCL, parallel="--data-parallel")
-    assert parts.stdout == emulated(GEN, *words, "--backend", "cuda").stdout != ""
+    assert parts.out == alone(*words).out != b""
 
 
 def test_sums_in_another_order_would_show(model, tmp_path):
@@ -141,7 +146,8 @@ def test_sums_in_another_order_would_show(model, tmp_path):
                *(BUILD / "tests" / "emulator").glob("*.o"), BUILD / "libgen.a"]
     libraries = subprocess.run(["pkg-config", "--libs", *"libpcre2-8 jansson libutf8proc nettle libedit sqlite3 ompi-c".split()],
                                capture_output=True, text=True, check=True).stdout.split()
-    subprocess.run(["gcc", "-pthread", "-o", tmp_path / "gen", *objects, *libraries, "-lm", "-lstdc++"], check=True, cwd=ROOT)
+    checks = ["-fsanitize=address,undefined"] if SANITIZED else []
+    subprocess.run(["gcc", "-pthread", *checks, "-o", tmp_path / "gen", *objects, *libraries, "-lm", "-lstdc++"], check=True, cwd=ROOT)
     words = ["-m", model(weight="F32", layers=1, heads=3, kv_heads=3), *ASK]
     nccl, host = at_once(lambda settings: told(ranks(3, *words, settings=settings, gen=tmp_path / "gen")), (NCCL, HOST))
     assert nccl["logits_sha256"] != host["logits_sha256"]
@@ -150,8 +156,8 @@ def test_sums_in_another_order_would_show(model, tmp_path):
 # ---- what cannot be
 
 def refused(r, *says):
-    assert r.returncode in (1, 3) and r.stdout == "" and len(said(r)) == 1, r.stderr
-    assert all(text in said(r)[0] for text in says), r.stderr
+    assert r.rc in (1, 3) and r.out == b"" and len(said(r)) == 1, r.err
+    assert all(text in said(r)[0] for text in says), r.err
 
 
 def test_heads_that_cannot_be_divided(model):
@@ -161,7 +167,7 @@ def test_heads_that_cannot_be_divided(model):
                                         ("cuda", None, "cpu", "cuda"), ("--seed=1", "--seed=1", "--seed=1", "--kv-heads=2"))
     refused(cuda, "1 key/value heads", "2 ranks", "--kv-heads 2", "--backend cpu")
     assert close(told(cpu), told(repeated), BOUND["f16"]) >= 1
-    assert told(auto)["logits_sha256"] == told(cpu)["logits_sha256"] and "CUDA is not used" in auto.stderr
+    assert told(auto)["logits_sha256"] == told(cpu)["logits_sha256"] and "CUDA is not used" in auto.err
 
 
 def test_a_rank_that_cannot_use_cuda(model):
@@ -185,5 +191,5 @@ def test_a_rank_that_fails_later(model):
         return ranks(2, "-m", path, "-p", "abc", "-n", 40, "--temp", 0, "--ignore-eos", "-c", 128, "-q", settings=settings)
     cases = [(rank, devices, n) for n in (225, 255) for rank in (0, 1) for devices in (2, 1)]
     for r, (rank, *_) in zip(at_once(run, cases), cases):
-        assert r.returncode == 1 and len(said(r)) == 1 and "does without" not in r.stderr, r.stderr
+        assert r.rc == 1 and len(said(r)) == 1 and "does without" not in r.err, r.err
         assert ("rank 1: " in said(r)[0]) == (rank == 1)
