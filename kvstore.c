@@ -88,8 +88,8 @@ static const char *const sql[STATEMENTS] = {
     [READ] = "SELECT id, parent, tokens, parts, bytes, sum FROM block WHERE key = ?1",
     [TOUCH] = "UPDATE block SET used = ?2 WHERE key = ?1 AND used < ?2",
     [LAST] = "SELECT seq FROM sqlite_sequence WHERE name = 'block'",
-    [ADD] = "INSERT INTO block(id, key, used, parent, parts, tokens, bytes, sum)"
-            " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
+    [ADD] = ("INSERT INTO block(id, key, used, parent, parts, tokens, bytes, sum)"
+             " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)"),
     [OLDEST] = "SELECT id, used FROM block ORDER BY used LIMIT 1",
     [NEWEST] = "SELECT max(used) FROM block",
     [DROP] = "DELETE FROM block WHERE id = ?1",
