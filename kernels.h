@@ -67,7 +67,7 @@ struct attend {
 };
 enum {
     ATTEND_ROWS = 64,                  /* query rows of all heads that attend is given at most */
-    ATTEND_SCRATCH = 12 * KV_BLOCK     /* floats */
+    ATTEND_SCRATCH = ATTEND_ROWS * KV_BLOCK            /* floats */
 };
 
 struct kernels {
