@@ -1533,13 +1533,13 @@ static void cuda_close(struct backend *b)
     if (c->stream) cudaStreamSynchronize(c->stream);
     for (int i = 0; i <= FEW; i++)
         if (c->graphs[i]) cudaGraphExecDestroy(c->graphs[i]);
+    exchange_close(c->exchange);       /* other ranks' devices may read this one's memory until then */
     for (int i = 0; i < c->n_allocated; i++) cudaFree(c->allocated[i]);
     for (int i = 0; c->tables && i < c->max_sequences * KV_GROUPS * 2; i++)
         if (c->tables[i].shadow) cudaFreeHost(c->tables[i].shadow);
     if (c->host_step) cudaFreeHost(c->host_step);
     if (c->largest) cudaFreeHost(c->largest);
     if (c->host_logits) cudaFreeHost(c->host_logits);
-    exchange_close(c->exchange);
     blas_close(&c->blas);
     if (c->moved) cudaEventDestroy(c->moved);
     if (c->moves) cudaStreamDestroy(c->moves);

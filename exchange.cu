@@ -126,6 +126,7 @@ static bool check(cudaError_t r, const char *call, struct error *e)
                                     cudaGetErrorString(r));
 }
 
+/* The kernels start when all before them has ended, which may be NCCL's or a copy. */
 template <class... P, class... A>
 static void launch(struct exchange *x, void (*kernel)(P...), dim3 grid, struct error *e, A... args)
 {
@@ -252,7 +253,7 @@ static bool open_buffers(struct exchange *x, size_t sums, size_t gathers, struct
     if (!allocate(&x->all, device, false, e) || !allocate(&x->ones, TRIED, false, e) ||
         (!x->nccl.comm && !allocate(&x->host, host, true, e)))
         return false;
-    x->host_all = x->host + gathers;
+    if (x->host) x->host_all = x->host + gathers;
     return true;
 }
 

@@ -6,8 +6,8 @@
 #include "backend.h"
 #include "comm.h"
 
-/* Rank 0 tells the others something: n bytes, which ranks_hear brings them; 0 = the end of what was told until then,
- * for which ranks_hear is false (also when memory is out: *e has a code then). */
+/* Rank 0 tells the others something, unless it is lost: n bytes, which ranks_hear brings them; 0 = the end of what was
+ * told until then, for which ranks_hear is false (also when memory is out: *e has a code then). */
 void ranks_tell(struct comm *comm, const void *data, size_t n);
 bool ranks_hear(struct comm *comm, struct bytes *out, struct error *e);
 
