@@ -51,8 +51,8 @@ const struct option_row option_table[] = {
     { GROUP_MODEL, "backend", 0, "auto|cpu|cuda", "auto", OPT_CHOICE, 0, 0, AT(backend), 0, 0,
       "What computes: the processor, or an NVIDIA GPU; auto takes the GPU where there is one that can be used." },
     { GROUP_MODEL, "tensor-parallel", 0, "N", "1", OPT_INT, 1, 1024, AT(tensor_parallel), 0, 0,
-      "Divide cache and weights over the N processes of `mpirun -n N gen ...`: by heads, or where N does not divide the "
-      "KV heads, the cache by tokens (not on CUDA)." },
+      "Divide cache and weights over the N processes of `mpirun -n N gen ...`: by heads, or where N does not divide "
+      "the KV heads, the cache by tokens (not on CUDA)." },
     { GROUP_MODEL, "rope-freq-base", 0, "X", NULL, OPT_DOUBLE, ABOVE_0, DBL_MAX, AT(rope_freq_base), 0, 0,
       "Base of the rotary position angles, instead of the file's." },
     { GROUP_MODEL, "rope-scale", 0, "X", NULL, OPT_DOUBLE, ABOVE_0, DBL_MAX, AT(rope_scale), 0, 0,
