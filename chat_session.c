@@ -511,7 +511,7 @@ static bool command_tokens(struct session *s, const char *arg, struct error *e)
     const int32_t *ids = sequence_tokens(s->sequence);
     struct bytes line = { 0 };
     bool ok = true;
-    if (*end || *arg == '-') return say("/tokens takes a number of tokens: /tokens 20"), true;
+    if (end[strspn(end, " \t")] || *arg == '-') return say("/tokens takes a number of tokens: /tokens 20"), true;
     say("%lld of %lld tokens of context are in use; /tokens N shows the last N.",
         (long long)held - (long long)sequence_evicted(s->sequence), (long long)s->in->ctx);
     for (size_t i = n < held ? held - n : 0; ok && i < held; i++) {

@@ -216,7 +216,7 @@ static bool set_option(struct request *r, const char *name, const json_t *value,
     return true;
 }
 
-/* What "n" says; the line knows nothing of --samples. */
+/* What "n" says: another name of "samples", which errors then begin with. */
 static bool set_samples(struct request *r, const json_t *value, struct error *e)
 {
     struct error why;

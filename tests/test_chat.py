@@ -472,7 +472,7 @@ def test_commands(gen, chain, tmp_path):
         "/read /nowhere": "/nowhere", "/set": "/set temp 0.5", "/set temp": "--temp needs a value", "/set temp hot": "'hot'", "/set tmep 1": "--temp",
         "/set ctx-size 5": "--ctx-size cannot", "/set seed -1": "seed", "/set model x": "--model cannot",
         "/set q": "--quiet cannot", "/set l 999999+1": "999999", "/set r \\": "", "/regen ": "", "/undo": "0 messages",
-        "/regen x": "/regen takes nothing", "/quit now": "/quit takes nothing", "/tokens x": "takes a number",
+        "/regen x": "/regen takes nothing", "/quit now": "/quit takes nothing", "/tokens x": "takes a number", "/tokens 5 ": "of 4096 tokens",
         "/tokens -1": "takes a number",
         "/undo ": "no message to take back", "/regen": "no reply to make again", "/help": "/system TEXT",
         "/kv": "in 1 page of 32", "/tokens": "of 4096 tokens", f"/read {file}": "11 bytes"}
