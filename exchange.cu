@@ -126,6 +126,11 @@ static bool check(cudaError_t r, const char *call, struct error *e)
                                     cudaGetErrorString(r));
 }
 
+static bool check_nccl(const struct exchange *x, ncclResult_t r, const char *call, struct error *e)
+{
+    return r == ncclSuccess || fail(e, GEN_RUN, "NCCL: %s failed: %s", call, x->nccl.text(r));
+}
+
 /* The kernels start when all before them has ended, which may be NCCL's or a copy. */
 template <class... P, class... A>
 static void launch(struct exchange *x, void (*kernel)(P...), dim3 grid, struct error *e, A... args)
@@ -164,9 +169,7 @@ static void through_host(struct exchange *x, const float *y, size_t n, bool sum,
 /* x->all[size][n] = every rank's y[n]. */
 static void by_nccl(struct exchange *x, const float *y, size_t n, struct error *e)
 {
-    ncclResult_t r = x->nccl.all_gather(y, x->all, n, ncclFloat32, x->nccl.comm, x->stream);
-    if (r != ncclSuccess)
-        fail(e, GEN_RUN, "NCCL: ncclAllGather of %zu numbers failed: %s", n, x->nccl.text(r));
+    check_nccl(x, x->nccl.all_gather(y, x->all, n, ncclFloat32, x->nccl.comm, x->stream), "ncclAllGather", e);
 }
 
 static void to_device(struct exchange *x, float *to, const float *from, size_t n, struct error *e)
@@ -219,17 +222,16 @@ static bool can_join(struct exchange *x)
     return can;
 }
 
+/* The ranks begin when all have the id: none may wait in NCCL for one that MPI has not brought it yet. One that fails
+ * is lost, as the others wait for it. */
 static bool join(struct exchange *x, struct error *e)
 {
-    struct { ncclUniqueId id; ncclResult_t r; } first = {};
-    if (comm_rank(x->comm) == 0) first.r = x->nccl.unique_id(&first.id);
-    comm_share(x->comm, &first, sizeof first);
-    const char *call = first.r == ncclSuccess ? "ncclCommInitRank" : "ncclGetUniqueId";
-    if (first.r == ncclSuccess)
-        first.r = x->nccl.join(&x->nccl.comm, comm_size(x->comm), first.id, comm_rank(x->comm));
-    if (first.r == ncclSuccess) return true;
-    x->nccl.comm = NULL;
-    return fail(e, GEN_RUN, "NCCL: %s failed: %s", call, x->nccl.text(first.r));
+    ncclUniqueId id = {};
+    ncclResult_t r = comm_rank(x->comm) ? ncclSuccess : x->nccl.unique_id(&id);
+    comm_share(x->comm, &id, sizeof id);
+    if (!comm_agree(x->comm, check_nccl(x, r, "ncclGetUniqueId", e), e)) return false;
+    r = x->nccl.join(&x->nccl.comm, comm_size(x->comm), id, comm_rank(x->comm));
+    return check_nccl(x, r, "ncclCommInitRank", e) || (comm_lose(x->comm), false);
 }
 
 static bool allocate(float **out, size_t n, bool host, struct error *e)
@@ -281,7 +283,8 @@ bool exchange_open(struct exchange **out, struct comm *comm, cudaStream_t stream
     void *facts = x ? alloc_zeroed(comm_size(comm), sizeof *x->facts, "the exchange", e) : NULL;
     if (x) x->comm = comm, x->stream = stream, x->facts = (float (*)[FACTS])facts;
     if (!comm_agree(comm, facts != NULL, e)) return false;
-    ok = comm_agree(comm, !can_join(x) || join(x, e), e) && comm_agree(comm, open_buffers(x, sums, gathers, e), e);
+    if (can_join(x) && !join(x, e)) return false;
+    ok = comm_agree(comm, open_buffers(x, sums, gathers, e), e);
     if (ok && !try_once(x, e)) return comm_lose(comm), false;
     if (!ok && x->nccl.comm) x->nccl.abort(x->nccl.comm), x->nccl.comm = NULL;
     return ok;

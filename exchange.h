@@ -12,9 +12,10 @@ extern "C" {
 struct exchange;
 
 /* Called by all ranks of the group, by one with ok = false whose *e says what has failed before: all succeed, or all
- * fail with the error of the first that does; but a rank on which the first exchange fails is lost (comm_lose). By NCCL
- * where all ranks have it, and current devices that differ. sums, gathers: most numbers of an exchange_sum, and that a
- * rank brings to an exchange_gather. Errors: GEN_RUN for memory and calls that fail. */
+ * fail with the error of the first that does; but a rank that cannot join NCCL's group, or on which the first exchange
+ * fails, is lost (comm_lose). By NCCL where all ranks have it, and current devices that differ. sums, gathers: most
+ * numbers of an exchange_sum, and that a rank brings to an exchange_gather. Errors: GEN_RUN for memory and calls that
+ * fail. */
 bool exchange_open(struct exchange **out, struct comm *comm, cudaStream_t stream, size_t sums, size_t gathers, bool ok,
                    struct error *e);
 /* By all ranks as well; x may be NULL. */

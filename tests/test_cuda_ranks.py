@@ -174,7 +174,8 @@ def test_a_rank_that_cannot_use_cuda(model):
     """Ends the run, and the others with it."""
     path = model(layers=1)
     cases = [(["devices=2", "devices=2,memory=1000000"], ["rank 1: ", "bytes of device memory, but", "--backend cpu"]),
-             (["devices=2,nccl=refuses"] * 2, ["NCCL: ncclCommInitRank failed", "--backend cpu"]),
+             (["devices=2", "devices=2,nccl=refuses"], ["rank 1: NCCL: ncclCommInitRank failed", "--backend cpu"]),
+             (["devices=2,nccl=refuses", "devices=2"], ["gen: NCCL: ncclCommInitRank failed", "--backend cpu"]),
              (["devices=2", "devices=0"], ["rank 1: there is no CUDA device"])]
     for r, (_, says) in zip(at_once(lambda case: ranks(2, "-m", path, *ASK, settings=case[0]), cases), cases):
         refused(r, *says)

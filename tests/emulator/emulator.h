@@ -25,7 +25,7 @@
  *   shared=BYTES  shared memory that a block may ask for (227 KiB, which is the most)
  *   memory=BYTES  device memory (1 GiB)          devices=N  (1)          driver=N  version of the driver (13000)
  *   first=N       the machine's device that is the first this program sees (0)
- *   nccl=WHAT     absent: there is no NCCL; refuses: its ranks cannot join
+ *   nccl=WHAT     absent: there is no NCCL; refuses: this rank cannot join
  *   fail=N        the N-th API call that may fail returns cudaErrorUnknown
  *   counters=FILE at the end, a JSON object of what each kernel did, and of the bytes copied to the host
  *

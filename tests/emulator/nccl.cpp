@@ -14,9 +14,10 @@ using namespace emulator;
 
 constexpr size_t MOST_RANKS = 16, PIECE = 1 << 14;
 
-/* What the ranks of a group share; they join it once rank 0 has made it. */
+/* What the ranks of a group share; they join it once rank 0 has made it. They wait for one that refuses for ever. */
 struct shared {
-    std::atomic<bool> made, failed;
+    std::atomic<bool> made;
+    std::atomic<int> opened;
     pthread_barrier_t barrier;
     int device[MOST_RANKS];
     float part[MOST_RANKS][PIECE];
@@ -26,7 +27,7 @@ struct ncclComm { int rank, size; shared *s; };
 extern "C" {
 
 struct ncclUniqueId { char internal[128]; };
-enum { ncclSuccess = 0, ncclSystemError = 2, ncclInvalidArgument = 4, ncclInvalidUsage = 5, ncclRemoteError = 6 };
+enum { ncclSuccess = 0, ncclSystemError = 2, ncclInvalidArgument = 4, ncclInvalidUsage = 5 };
 
 int ncclGetVersion(int *version)
 {
@@ -55,25 +56,23 @@ int ncclCommInitRank(ncclComm **comm, int size, ncclUniqueId id, int rank)
                          : (shared *)mmap(NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (s == MAP_FAILED) die("NCCL: %s cannot be opened", id.internal);
     close(file);
+    s->opened++;
     if (rank == 0) {
         pthread_barrierattr_t across;
         pthread_barrierattr_init(&across);
         pthread_barrierattr_setpshared(&across, PTHREAD_PROCESS_SHARED);
         pthread_barrier_init(&s->barrier, &across, (unsigned)size);
+        while (s->opened < size) usleep(1000);
+        unlink(id.internal);
         s->made = true;
     }
     while (!s->made) usleep(1000);
-    bool refuses = fails() || options().nccl == "refuses";
-    if (refuses) s->failed = true;
+    if (fails() || options().nccl == "refuses") return ncclSystemError;
     cudaGetDevice(&s->device[rank]);
     s->device[rank] += options().first;
     pthread_barrier_wait(&s->barrier);
-    if (rank == 0) unlink(id.internal);
     for (int r = 0; r < size; r++) other += r != rank && s->device[r] == s->device[rank];
-    if (s->failed || other) {
-        munmap(s, sizeof *s);
-        return refuses ? ncclSystemError : other ? ncclInvalidUsage : ncclRemoteError;
-    }
+    if (other) return ncclInvalidUsage;
     *comm = new ncclComm{ rank, size, s };
     return ncclSuccess;
 }
@@ -123,7 +122,6 @@ const char *ncclGetErrorString(int r)
     case ncclSystemError: return "unhandled system error (run with NCCL_DEBUG=INFO for details)";
     case ncclInvalidArgument: return "invalid argument (run with NCCL_DEBUG=WARN for details)";
     case ncclInvalidUsage: return "invalid usage (run with NCCL_DEBUG=WARN for details)";
-    case ncclRemoteError: return "remote process exited or there was a network error";
     }
     return "unknown result code";
 }
