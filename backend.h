@@ -44,6 +44,7 @@ struct backend {
      * or one is NaN, or the largest is not finite, or too many are equal. NULL = this backend has only logits. */
     struct top (*top)(struct backend *b, int i, int k);
     void (*close)(struct backend *b);
+    bool exact;                        /* a row's bits do not depend on what is computed with it */
     const char *isa;                   /* instruction set in use */
     int threads;
     size_t weight_bytes;               /* memory held for weights beside the mapped file */

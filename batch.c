@@ -137,10 +137,14 @@ static void solve(const struct cost *c, const bool use[3], double x[3])
     }
 }
 
-/* As long as nothing is known, all that counts is the rows. */
-static struct price price_of(const struct cost *c)
+/* As long as nothing is known, all that counts is the rows. Where a row's bits depend on the others of its pass, the
+ * passes must not depend on time: the price is one that devices may have, and a file has the same answers each time. */
+static struct price price_of(const struct scheduler *b)
 {
+    static const struct price fixed = { 2e-3, 2e-5, 1e-8 };
+    const struct cost *c = &b->cost;
     bool use[3] = { true, true, true }, again = c->n >= 3;
+    if (!engine_backend(b->o.engine)->exact) return fixed;
     double x[3] = { 0, 1, 0 };
     while (again) {                    /* nothing costs less than nothing */
         solve(c, use, x);
@@ -208,7 +212,6 @@ static bool finish(struct scheduler *b, struct task *t, json_t *response, const 
 /* The answer is whole. */
 static bool succeed(struct scheduler *b, struct task *t, struct error *e)
 {
-    const float *logits = sequence_logits(t->sequence);
     const struct request *r = t->request;
     const struct tokenizer *tokenizer = b->o.context->tokenizer;
     if (!stream_end(t->stream, e)) return false;
@@ -218,9 +221,8 @@ static bool succeed(struct scheduler *b, struct task *t, struct error *e)
         .n_tokens = t->tokens.len - r->prompt.len, .finish_reason = t->answer.finish_reason,
         .prompt_tokens = (int64_t)r->prompt.len, .n_top = r->o.logprobs, .logprobs = t->logprobs.data,
     };
-    size_t bytes = (size_t)engine_model(b->o.engine)->n_vocab * sizeof *logits;
-    if (logits) sha256_hex(logits, bytes, result.logits_sha256);
-    return finish(b, t, result_response(&result, tokenizer), NULL, e);
+    return sequence_hash_logits(t->sequence, result.logits_sha256, e)
+        && finish(b, t, result_response(&result, tokenizer), NULL, e);
 }
 
 static bool take(void *user, int32_t id, size_t index, const float *logits, bool *stopped, struct error *e)
@@ -593,7 +595,7 @@ static void give_up_youngest(struct scheduler *b)
 {
     struct task *t = b->slots[--b->n_slots];
     int64_t length = sequence_length(t->sequence);
-    struct price p = price_of(&b->cost);
+    struct price p = price_of(b);
     double bytes = (double)length * (double)b->status->kv.bytes_per_token;
     t->parked = b->o.context->options->kv_offload && t->joined
              && p.row * (double)length + p.see * tokens_seen(0, length) > 2 * bytes / FILE_RATE;
@@ -640,12 +642,17 @@ static bool fits(const struct scheduler *b, const struct task *t)
     return !b->n_slots || promised(b, n - shared) + bytes <= engine_room(b->o.engine);
 }
 
+static bool is_endless(const struct scheduler *b, const struct task *t)
+{
+    return t->begun && t->answer.limit < 0 && b->o.context->options->window;
+}
+
 /* Takes waiting tasks into the free slots, in the order of their lines. */
 static bool admit(struct scheduler *b, struct error *e)
 {
     struct error why;
     for (struct task *t = b->first; t && b->status->waiting && b->n_slots < b->o.parallel; t = t->next) {
-        if (t->state != WAITING || (*b->o.stop && !t->begun)) continue;
+        if (t->state != WAITING || (*b->o.stop && (!t->begun || is_endless(b, t)))) continue;
         if (!t->begun && !begin(b, t, &why)) {
             if (why.code == GEN_RUN) return *e = why, false;
             b->status->waiting--;
@@ -687,7 +694,7 @@ static void add_work(struct scheduler *b, struct task *t, int64_t rows)
 /* Chooses the rows of the next forward pass: beside those of answers as many of prompts as keep it short. */
 static void compose(struct scheduler *b)
 {
-    struct price p = price_of(&b->cost);
+    struct price p = price_of(b);
     double left = 0, all = p.base;     /* seconds: of a pass for rows of prompts, and with a row of every task */
     int most = engine_rows(b->o.engine);
     b->n_work = 0;
@@ -720,6 +727,13 @@ static void leave(struct scheduler *b, struct task *t)
     int i = 0;
     while (b->slots[i] != t) i++;
     memmove(b->slots + i, b->slots + i + 1, (size_t)(--b->n_slots - i) * sizeof *b->slots);
+}
+
+/* When the run is to end, answers that may have no end are not waited for: their lines stay without one. */
+static void leave_endless(struct scheduler *b)
+{
+    for (int i = b->n_slots; i-- > 0;)
+        if (is_endless(b, b->slots[i])) leave(b, b->slots[i]);
 }
 
 /* Takes the next token of an answer. */
@@ -876,6 +890,7 @@ static bool run(struct scheduler *b, struct error *e)
         if ((!follows && !fill_queue(b, e)) || !admit(b, e) || !exchange(b, e)) return false;
         if (!follows && !write_answers(b, e)) return false;
         measure(b);
+        if (*b->o.stop) leave_endless(b);
         if (b->n_slots) {
             if (!step(b, e)) return false;
         } else if (follows) {

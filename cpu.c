@@ -1088,7 +1088,7 @@ static bool open_parts(struct cpu *c, const struct backend_options *o, struct er
     v.used = 0;
     carve_all(c, &v);
     c->base = (struct backend){ .name = "cpu", .forward = forward, .logits = logits, .close = cpu_close,
-                                .isa = c->k->name, .threads = threads, .weight_bytes = c->weights_bytes };
+                                .exact = true, .isa = c->k->name, .threads = threads, .weight_bytes = c->weights_bytes };
     return true;
 }
 

@@ -501,6 +501,11 @@ static int logits_index(const struct sequence *s, int64_t pos)
     return there ? s->logits - (int)back : -1;
 }
 
+static bool unreadable(int64_t pos, struct error *e)
+{
+    return fail(e, GEN_RUN, "the logits of token %lld cannot be read from the device", (long long)pos);
+}
+
 const float *sequence_logits_at(const struct sequence *s, int64_t pos)
 {
     int i = logits_index(s, pos);
@@ -516,6 +521,14 @@ struct top sequence_top_at(const struct sequence *s, int64_t pos, int k)
 }
 
 const float *sequence_logits(const struct sequence *s) { return sequence_logits_at(s, s->n - 1); }
+
+bool sequence_hash_logits(const struct sequence *s, char out[65], struct error *e)
+{
+    const float *logits = sequence_logits(s);
+    *out = 0;
+    if (logits) return sha256_hex(logits, (size_t)s->g->m->n_vocab * sizeof *logits, out), true;
+    return logits_index(s, s->n - 1) < 0 || unreadable(s->n - 1, e);
+}
 
 /* The largest length <= n at which the sequence can go on: a block that is not whole needs its raw rows, and what the
  * next row sees and the page that it lies on must be there. */
@@ -1124,8 +1137,11 @@ static bool extend(struct sequence *s, const int32_t *tokens, int64_t n, int64_t
         int rows = (int)(left < most ? left : most), wanted = s->n + rows > first ? (int)(s->n + rows - first) : 0;
         if (wanted > rows) wanted = rows;
         if (!engine_forward(g, &(struct work){ s, tokens + s->n, rows, wanted }, 1, e)) return false;
-        for (int i = 0; each && i < wanted; i++)
-            if (!each(user, s->n - wanted + i, g->b->logits(g->b, i), e)) return false;
+        for (int i = 0; each && i < wanted; i++) {
+            const float *logits = g->b->logits(g->b, i);
+            int64_t pos = s->n - wanted + i;
+            if (!logits ? !unreadable(pos, e) : !each(user, pos, logits, e)) return false;
+        }
         if (g->o.progress && n - begin > g->chunk) g->o.progress("prefill", (double)(s->n - begin) / (n - begin));
     }
     return true;

@@ -121,6 +121,9 @@ int64_t sequence_cut(struct sequence *s, int64_t n);
  * anything. NULL when there are none. */
 const float *sequence_logits(const struct sequence *s);
 const float *sequence_logits_at(const struct sequence *s, int64_t pos);
+/* out = the lower-case hex SHA-256 of those after the last token, "" where there are none. Errors: GEN_RUN where they
+ * cannot be read. */
+bool sequence_hash_logits(const struct sequence *s, char out[65], struct error *e);
 /* From now on, whoever reads logits of the sequence may ask for the k largest of them (0 = nobody does). */
 void sequence_want_top(struct sequence *s, int k);
 /* The k largest of the logits after the token at `pos`, where the backend tells them without all being read. n = 0

@@ -444,35 +444,55 @@ static void note_approximations(const struct program *p, const struct engine_opt
                 "asks for", m->file_kv, m->all_kv);
 }
 
-/* Opens the engine for the prompt and a context of `asked` tokens; 0 = the model's, or as many as memory allows, which
- * is known for certain only when all has been reserved. */
-static bool open_engine(struct program *p, int64_t asked, struct error *e)
+/* Chooses what is to be chosen and opens the engine; what memory allows is known for certain only when all has been
+ * reserved. */
+static bool plan_engine(struct program *p, int64_t asked, struct error *e)
 {
     int64_t ctx;
-    char a[32];
     if (!choose_context(p, asked, &ctx, e) || !prompt_fits(p, asked, ctx, e)) return false;
     struct engine_options eo = engine_options(p, ctx);
     while (p->ctx = eo.ctx, !engine_open(&p->engine, p->model, &eo, e)) {
         if (asked || p->o.window || p->comm || e->code != GEN_RUN || eo.ctx < 2 * KV_BLOCK) return false;
         eo.ctx = eo.ctx / 2 / KV_BLOCK * KV_BLOCK;
     }
+    return true;
+}
+
+/* Opens the engine for the prompt and a context of `asked` tokens; 0 = the model's, or as many as memory allows. */
+static bool open_engine(struct program *p, int64_t asked, struct error *e)
+{
+    struct options *o = &p->o;
+    int type_k = o->type_k, type_v = o->type_v;
+    bool device = o->backend == BACKEND_AUTO && device_memory(p), ok = plan_engine(p, asked, e);
+    bool least = !asked && ok && p->ctx < p->model->n_ctx;
+    char why[sizeof e->text] = "", a[32];
+    if (ok) memcpy(why, engine_note(p->engine), sizeof why);
+    else if (device) memcpy(why, e->text, sizeof why);
+    if (device && *why && (!ok || least || o->type_k != type_k || o->type_v != type_v) && !comm_lost(p->comm)) {
+        engine_close(p->engine);       /* the device's memory is not what counts */
+        p->engine = NULL;
+        o->backend = BACKEND_CPU;
+        o->type_k = type_k, o->type_v = type_v;
+        ok = plan_engine(p, asked, e);
+    }
+    if (!ok) return false;
     progress("loading", 1);
-    if (!asked && eo.ctx < p->model->n_ctx)
+    if (!asked && p->ctx < p->model->n_ctx)
         note(p, "the context is lowered from the model's %d to %lld tokens, whose cache fits the memory %s",
-             p->model->n_ctx, (long long)eo.ctx, p->o.kv_memory ? "that --kv-memory gives" : "available");
-    if (p->sinks > eo.ctx / 2) p->sinks = 0;
+             p->model->n_ctx, (long long)p->ctx, p->o.kv_memory ? "that --kv-memory gives" : "available");
+    if (p->sinks > p->ctx / 2) p->sinks = 0;
+    struct engine_options eo = engine_options(p, p->ctx);
     note_approximations(p, &eo);
     const struct backend *b = engine_backend(p->engine);
     p->result.load_s = now_seconds() - p->begun;
-    if (*engine_note(p->engine) && (p->o.verbose || device_memory(p)))
-        note(p, "CUDA is not used: %s", engine_note(p->engine));
+    if (*why && (o->verbose || device)) note(p, "CUDA is not used: %s", why);
     if (p->o.verbose) {
         note(p, "model %s, architecture %s", gguf_path(p->model->file), p->model->arch_name);
         note(p, "backend %s (%s), %d threads; context %lld tokens; cache %s, %s reserved", b->name, b->isa, b->threads,
              (long long)engine_ctx(p->engine), p->o.layout == KV_PAGED ? "paged" : "contiguous",
              human_bytes((double)engine_kv_usage(p->engine).bytes_reserved, a));
     }
-    return prompt_fits(p, asked, eo.ctx, e);
+    return prompt_fits(p, asked, p->ctx, e);
 }
 
 /* ---- the cache on disk ------------------------------------------------------------------------------------------- */
@@ -710,7 +730,6 @@ static bool print_json(struct program *p, struct error *e)
 {
     struct result *r = &p->result;
     struct bytes out = { 0 };
-    const float *logits = sequence_logits(p->sequence);
     r->text = stream_text(p->stream)->data;
     r->text_len = stream_text(p->stream)->len;
     if (!r->text) r->text = "";
@@ -725,8 +744,8 @@ static bool print_json(struct program *p, struct error *e)
     r->seed = p->o.seed;
     r->n_top = p->o.logprobs;
     r->logprobs = p->logprobs.data;
-    if (logits) sha256_hex(logits, (size_t)p->model->n_vocab * sizeof *logits, r->logits_sha256);
-    bool ok = result_json(&out, r, p->tokenizer, e) && output_write(out.data, out.len, e);
+    bool ok = sequence_hash_logits(p->sequence, r->logits_sha256, e) && result_json(&out, r, p->tokenizer, e)
+           && output_write(out.data, out.len, e);
     bytes_free(&out);
     return ok;
 }
@@ -1209,6 +1228,9 @@ int main(int argc, char **argv)
         signal(caught, SIG_DFL);
         raise(caught);
     }
-    if (!ok && e.code != GEN_OK) fprintf(stderr, "gen: %s\n", e.text);
+    int rank;
+    comm_started(&rank);
+    bool said = rank && e.code == GEN_USAGE && !p.comm;            /* by rank 0, which got the same words */
+    if (!ok && e.code != GEN_OK && !said) fprintf(stderr, "gen: %s\n", e.text);
     return ok ? GEN_OK : e.code;
 }

@@ -89,9 +89,9 @@ static bool read_answers(struct journal *j, size_t size, struct error *e)
         if (at == text + size) break;
     }
     j->size = at - text;
-    if (ok && !j->answers && !may_be_answer(text, size))       /* no other file is cut */
-        ok = fail(e, GEN_USAGE, "--resume: %s does not begin with an answer of a batch: name the file of the run that "
-                                "is to go on", j->path);
+    if (ok && !may_be_answer(at, size - (size_t)j->size))      /* nothing else is cut */
+        ok = fail(e, GEN_USAGE, "--resume: %s does not %s with an answer of a batch: name the file of the run that is "
+                                "to go on", j->path, j->answers ? "end" : "begin");
     munmap(text, size);
     if (!ok) return false;
     if (j->n) qsort(j->known, j->n, sizeof *j->known, compare);

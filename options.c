@@ -47,7 +47,8 @@ const struct option_row option_table[] = {
     { GROUP_MODEL, "threads", 't', "N", "0", OPT_INT, 0, 1024, AT(threads), 0, 0,
       "Threads; 0 = the cores that this process may use, which are also the most." },
     { GROUP_MODEL, "batch-size", 'b', "N", NULL, OPT_INT, 1, 65536, AT(batch), 0, 0,
-      "Tokens of the prompt that are computed together. Chosen when not given; results never depend on it." },
+      "Tokens of the prompt that are computed together. Chosen when not given; on the processor results never depend "
+      "on it." },
     { GROUP_MODEL, "backend", 0, "auto|cpu|cuda", "auto", OPT_CHOICE, 0, 0, AT(backend), 0, 0,
       "What computes: the processor, or an NVIDIA GPU; auto takes the GPU where there is one that can be used." },
     { GROUP_MODEL, "tensor-parallel", 0, "N", "1", OPT_INT, 1, 1024, AT(tensor_parallel), 0, 0,
@@ -136,7 +137,7 @@ const struct option_row option_table[] = {
       "Write the answers to FILE instead of standard output, each line as soon as it is known. What FILE held is gone, "
       "unless --resume is given." },
     { GROUP_BATCH, "parallel", 0, "N", "16", OPT_INT, 1, MOST_PARALLEL, AT(parallel), 0, IN(BATCH),
-      "Lines computed together; -np means the same. Answers never depend on it." },
+      "Lines computed together; -np means the same. On the processor answers never depend on it." },
     { GROUP_BATCH, "resume", 0, NULL, NULL, OPT_FLAG, 0, 0, AT(resume), 0, IN(BATCH),
       "Go on with the --output of a run that was ended: lines that have an answer or an error there are "
       "left out." },

@@ -401,6 +401,9 @@ def test_resume(gen, model, files):
     half = kept[1::2]
     out.write_bytes(b"".join(half))
     assert sorted(run_to(gen, model, lines, out, "-s", "4", "--resume", rc=1).splitlines(keepends=True)) == sorted(kept)
+    for text in b"\n", b"\n" + kept[0][:20]:
+        out.write_bytes(text)
+        assert run_to(gen, model, lines, out, "-s", "4", "--resume", rc=1) == b"\n" + whole
     out.write_bytes(whole + b"\n \r\n")
     assert run_to(gen, model, lines, out, "-s", "4", "--resume", rc=1) == whole + b"\n \r\n"
 
@@ -433,6 +436,10 @@ def test_resume_refuses_other_files(gen, model, files, tmp_path):
     out.write_text('{"custom_id":1}\n')
     gen.refused(*base, "-o", out, "--resume", rc=2, says=["line 1", "out.jsonl"])
     assert out.read_text() == '{"custom_id":1}\n'
+    out.write_text(run_to(gen, model, lines, out, "-s", "1", rc=1).decode() + "of another program")
+    kept = out.read_bytes()
+    gen.refused(*base, "-o", out, "--resume", rc=2, says=["out.jsonl", "does not end with an answer"])
+    assert out.read_bytes() == kept
     for text in ("my precious notes", "{", '{"ke', '{"keys":1', '{"key":"0a', '{"seed":5,"key'):
         out.write_text(text)
         if any(answer.startswith(text[:8]) for answer in ('{"key":"', '{"seed":')):
@@ -535,8 +542,9 @@ def test_co_process(model):
         run.wait()
 
 
-def interrupted(model, lines, out, signals, np="4"):
-    run = start(model, "--batch", lines, "-o", out, "-s", "4", "--resume", "-np", np, quiet=False, stderr=subprocess.PIPE, text=True)
+def interrupted(model, lines, out, signals, *more):
+    run = start(model, "--batch", lines, "-o", out, "-s", "4", "--resume", "-np", "4", *more, quiet=False, stderr=subprocess.PIPE,
+                text=True)
     deadline = time.monotonic() + 30
     while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -561,6 +569,14 @@ def test_interrupted(gen, model, tmp_path, signals):
         assert f"interrupted: {left} lines have no answer; the same command with --resume goes on" in err
     resumed = run_to(gen, model, lines, out, "-s", "4", "--resume")
     assert resumed.startswith(kept) and resumed == run_to(gen, model, lines, out, "-s", "4")
+
+
+def test_interrupted_answer_without_end(model, tmp_path):
+    """It is not waited for; the one beside it is."""
+    lines, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines.write_text(jsonl([{"prompt": TEXT[:40], "predict": n, "ignore-eos": True} for n in (3, 200, -1)]))
+    rc, err = interrupted(model, lines, out, [signal.SIGTERM], "--window", "40")
+    assert rc == -signal.SIGTERM and out.read_bytes().count(b"\n") == 2 and "1 line has no answer" in err
 
 
 def test_interrupted_while_waiting(model):

@@ -122,6 +122,42 @@ def test_too_little_for_the_model(model, settings, says):
     assert all(text in r.stderr for text in says), r.stderr
 
 
+@pytest.mark.parametrize("settings, more", [("memory=1000000", []), ("memory=3000000", ["-ctk", "auto", "-ctv", "auto"]),
+                                            ("memory=100000", ["-c", "200"])])
+def test_auto_plans_for_what_computes(model, settings, more):
+    """Where the device has too little memory, context and types are those of the processor."""
+    words = [GEN, "-m", model("llama"), "-p", "abc", "-n", 2, "-s", 1, *more]
+    auto, cpu = emulated(*words, settings=settings), emulated(*words, "--backend", "cpu")
+    assert auto.returncode == 0 and auto.stdout == cpu.stdout and "gen: CUDA is not used: " in auto.stderr
+    context = lambda r: r.stderr.splitlines()[-1].split("KV cache ")[1]
+    assert context(auto) == context(cpu)
+
+
+def test_logits_that_cannot_be_read(model, tmp_path):
+    """Whatever call fails, a run says so or is right: never a crash, and no answer without its hash."""
+    text = tmp_path / "text"
+    text.write_text(TEXT[:200])
+    base = [GEN, "-m", model("llama"), "--backend", "cuda", "-q", "-c", 64]
+    tasks = [[*base, "--perplexity", text, "--chunks", 1], [*base, "-p", "ab", "-n", 2, "-s", 1, "--json"]]
+    for words in tasks:
+        n, r = 340, None
+        while not r or "cannot be read" not in r.stderr:       # from behind the last call towards the first
+            r = emulated(*words, settings=f"fail={n}")
+            assert n < 340 or r.returncode == 0, n
+            said = r.stderr.splitlines()
+            assert (r.returncode == 0 and "null" not in r.stdout) or (r.returncode == 1 and len(said) == 1), (n, r)
+            n -= 1
+
+
+def test_a_batch_is_the_same_each_time(tiny, tmp_path):
+    """What is computed together does not depend on time, and so the bits do not."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": TEXT[i:i + 10 + 29 * (i % 4)], "predict": 3 + 5 * (i % 3)}) + "\n" for i in range(8)))
+    words = [GEN, "-m", tiny(arch="llama", layers=2, weight="Q8_0", **SMALL), "--batch", lines, "--backend", "cuda", "-s", 1, "-c", 256,
+             "-np", 4, "-q"]
+    assert len(set(at_once(lambda seed: emulate(*words, settings=f"seed={seed}"), range(1, 5)))) == 1
+
+
 def test_too_little_for_the_cache(model):
     """The message names what is wanted, what is free and what to lower; a folder is for the CPU backend."""
     words = [GEN, "-m", model("llama"), "-p", "abc", "-n", 2, "-s", 1, "--backend", "cuda"]
